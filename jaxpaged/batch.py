@@ -1,0 +1,175 @@
+"""From a step plan to the arrays of a step, padded to a bucket, in one transfer to the device.
+
+Three stages: `Buckets.fit` picks the padded shape; `pack` (host, numpy) writes every field into one int32 buffer;
+`unpack` slices the buffer into `StepInputs` again, inside the jitted step (or on the host: it only slices).
+
+Padding is inert: padded tokens write to a slot past the pool, padded rows have no tokens, padded table entries are
+the null block.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxpaged.block_pool import NULL_BLOCK
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.scheduler import StepPlan
+
+_SAMPLING = struct.Struct("=fiffII")  # temperature, top_k, top_p, min_p, seed high and low
+_SAMPLING_WORDS = _SAMPLING.size // 4
+
+
+class Bucket(NamedTuple):
+    """A padded shape: tokens and rows of a step. One executable each."""
+
+    tokens: int
+    rows: int
+
+
+class StepShape(NamedTuple):
+    """What the layout of the buffer depends on besides the bucket."""
+
+    table_width: int
+    block_size: int
+    num_slots: int
+    """Slots of the pool; a token written to this one or beyond is dropped."""
+
+
+class StepInputs(NamedTuple):
+    """The arrays of a step, int32 where nothing else is said."""
+
+    tokens: Any  # [tokens]
+    sources: Any  # [tokens] row of the previous step that sampled the token, or -1
+    positions: Any  # [tokens]
+    slots: Any  # [tokens]
+    query_starts: Any  # [rows + 1]
+    kv_lens: Any  # [rows]
+    block_tables: Any  # [rows, table_width]
+    sample_positions: Any  # [rows] position of the token that the row samples
+    sampling: Any  # [rows, words] bits of temperature, top_k, top_p, min_p, seed high, seed low
+    num_logprobs: Any  # [1] most alternatives that a row asks for
+
+    @property
+    def last_tokens(self) -> Any:
+        """`[rows]` index of each row's last token: whose logits the row samples from."""
+        return (self.query_starts[1:] - 1).clip(0)
+
+
+class Buckets:
+    """The few shapes that steps are padded to.
+
+    A step of decodes alone has as many tokens as rows, padded to a power of two; any other step has the
+    full number of rows, and tokens padded to one of a handful of sizes.
+    """
+
+    def __init__(self, row_sizes: Iterable[int], token_sizes: Iterable[int]) -> None:
+        self.decode = tuple(Bucket(r, r) for r in sorted(set(row_sizes)))
+        self.mixed = tuple(Bucket(t, self.decode[-1].rows) for t in sorted(set(token_sizes)))
+
+    @classmethod
+    def for_limits(cls, max_num_seqs: int, max_num_batched_tokens: int, *, smallest: int, ratio: int) -> Buckets:
+        """Sizes that grow by `ratio` up to the limits: rows from `smallest`, tokens from `max_num_seqs`."""
+        rows = _geometric(min(smallest, max_num_seqs), ratio, max_num_seqs)
+        tokens = _geometric(max(max_num_seqs, 64), max(ratio, 4), max_num_batched_tokens)
+        return cls(rows, tokens)
+
+    @property
+    def all(self) -> tuple[Bucket, ...]:
+        """Largest first, so that what doesn't fit the device fails at once."""
+        return tuple(sorted({*self.mixed, *self.decode}, reverse=True))
+
+    @property
+    def largest(self) -> Bucket:
+        return self.all[0]
+
+    def fit(self, num_tokens: int, num_rows: int) -> Bucket:
+        """The smallest bucket that holds a step."""
+        candidates = self.decode if num_tokens == num_rows else self.mixed
+        for bucket in candidates:
+            if bucket.tokens >= num_tokens and bucket.rows >= num_rows:
+                return bucket
+        raise AssertionError(f"no bucket holds {num_tokens} tokens in {num_rows} rows")
+
+
+def _geometric(first: int, ratio: int, last: int) -> Iterable[int]:
+    """`first`, `first * ratio`, ... and at the end `last`."""
+    size = first
+    while size < last:
+        yield size
+        size *= ratio
+    yield last
+
+
+def sampling_words(params: SamplingParams, seed: int, vocab_size: int) -> bytes:
+    """Sampling parameters as the words of a `StepInputs.sampling` row; `seed` counts modulo 2**64."""
+    temperature = 0.0 if params.is_greedy else params.temperature
+    top_k = min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
+    high, low = (seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF
+    return _SAMPLING.pack(temperature, top_k, params.top_p, params.min_p, high, low)
+
+
+def buffer_size(bucket: Bucket, shape: StepShape) -> int:
+    """Entries of the packed buffer."""
+    return sum(size for _, size in _layout(bucket, shape))
+
+
+def unpack(buffer: Any, bucket: Bucket, shape: StepShape) -> StepInputs:
+    """The fields of a packed buffer (numpy or JAX)."""
+    fields, offset = [], 0
+    for dims, size in _layout(bucket, shape):
+        fields.append(buffer[offset : offset + size].reshape(dims))
+        offset += size
+    return StepInputs(*fields)
+
+
+@functools.cache
+def _layout(bucket: Bucket, shape: StepShape) -> list[tuple[tuple[int, ...], int]]:
+    t, r = bucket
+    dims = [(t,), (t,), (t,), (t,), (r + 1,), (r,), (r, shape.table_width), (r,), (r, _SAMPLING_WORDS), (1,)]
+    return [(d, int(np.prod(d))) for d in dims]
+
+
+def pack(plan: StepPlan, bucket: Bucket, shape: StepShape) -> np.ndarray:
+    """The step's arrays in one int32 buffer, padding included."""
+    buffer = np.zeros(buffer_size(bucket, shape), np.int32)
+    x = unpack(buffer, bucket, shape)  # views: writing a field writes the buffer
+    rows, num_tokens, num_rows = plan.rows, plan.num_tokens, len(plan.rows)
+    assert NULL_BLOCK == 0, "tables are padded by zeroing"
+
+    counts = np.fromiter((r.count for r in rows), np.int32, num_rows)
+    starts = np.fromiter((r.start for r in rows), np.int32, num_rows)
+    x.query_starts[1 : num_rows + 1] = np.cumsum(counts)
+    x.query_starts[num_rows + 1 :] = num_tokens
+    x.kv_lens[:num_rows] = x.sample_positions[:num_rows] = starts + counts
+    first = x.query_starts[:num_rows]
+
+    x.sources[:] = -1
+    last = x.query_starts[1 : num_rows + 1] - 1
+    x.sources[last] = np.fromiter((r.source for r in rows), np.int32, num_rows)
+    row_of_token = np.repeat(np.arange(num_rows), counts)
+    positions = np.arange(num_tokens, dtype=np.int32) + (starts - first)[row_of_token]
+    x.positions[:num_tokens] = positions
+
+    for i, (sequence, start, count, _, source) in enumerate(rows):
+        table = sequence.block_table
+        x.block_tables[i, : len(table)] = table
+        known = count - (source >= 0)
+        if count == 1:
+            if known:
+                x.tokens[first[i]] = sequence.token_ids[start]
+        else:
+            x.tokens[first[i] : first[i] + known] = sequence.token_ids[start : start + known]
+
+    blocks = x.block_tables[row_of_token, positions // shape.block_size]
+    x.slots[:num_tokens] = blocks * shape.block_size + positions % shape.block_size
+    x.slots[num_tokens:] = shape.num_slots
+    packed = b"".join([r.sequence.request.sampling_words for r in rows])
+    x.sampling[:num_rows] = np.frombuffer(packed, np.int32).reshape(num_rows, -1)
+    x.sampling[num_rows:, 2] = np.float32(1).view(np.int32)  # top_p of padding: greedy rows, nothing cut
+    x.num_logprobs[0] = max((r.sequence.request.params.logprobs or 0 for r in rows if r.samples), default=0)
+    return buffer

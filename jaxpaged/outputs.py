@@ -1,0 +1,69 @@
+"""What a request gives back. Plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Logprob:
+    """How the model's raw distribution rates a token."""
+
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    decoded_token: str | None
+    """None if the request does not detokenise."""
+
+
+TokenLogprobs = dict[int, Logprob]
+"""The token itself and the most likely alternatives, by id."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionOutput:
+    """One completion of a prompt, as far as it has come."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float
+    """Sum of the raw log-probabilities of `token_ids`."""
+    logprobs: list[TokenLogprobs] | None
+    """For each token, if asked for."""
+    finish_reason: FinishReason | None
+    """None while it runs."""
+    stop_reason: int | str | None
+    """The stop token id or stop string that ended it; None for end-of-sequence, length or abort."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """A request and its completions."""
+
+    request_id: str
+    prompt: str | None
+    """None if the prompt was given as token ids."""
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    """For each prompt token, if asked for; None for the first, which nothing predicts."""
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_preemptions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheStats:
+    """The KV pool now and over the engine's life."""
+
+    num_blocks: int
+    block_size: int
+    num_blocks_used: int
+    peak_blocks_used: int
+    slots_held_share: float
+    """Share of the allocated KV slots that held a token, averaged over all steps; 0 before the first."""
+    num_preemptions: int
+    num_steps: int

@@ -1,0 +1,88 @@
+"""Requests and the sequences that serve them: tokens, progress, status. Plain state, no policy.
+
+Owners: the scheduler sets `status`, `num_computed` and the in-flight fields; the block manager alone changes
+`block_table`; tokens are appended by the scheduler when the engine has read them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from array import array
+from collections.abc import Sequence as Ids
+
+from jaxpaged.sampling_params import SamplingParams
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """What a user asked for."""
+
+    request_id: str
+    prompt_token_ids: Ids[int]
+    params: SamplingParams
+    arrival: int
+    """Orders requests: first come, first served."""
+    sampling_words: bytes = b""
+    """Sampling parameters and seed as the device reads them, see `batch.sampling_words`."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences of `params.bad_words`."""
+
+
+class Sequence:
+    """One chain of tokens being generated for a request."""
+
+    __slots__ = (
+        "block_table",
+        "in_flight_row",
+        "max_tokens",
+        "num_computed",
+        "num_in_flight",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "request",
+        "status",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.token_ids = array("i", request.prompt_token_ids)
+        """Prompt and output tokens that the host knows."""
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_tokens = request.params.max_tokens or 0
+        """Most output tokens; the scheduler replaces an open end (0) by what can fit."""
+        self.num_computed = 0
+        """Tokens whose KV is in the pool once all dispatched steps have run."""
+        self.num_in_flight = 0
+        """Tokens sampled by dispatched steps and not read yet; they follow `token_ids`."""
+        self.in_flight_row = -1
+        """Row of the latest dispatched step which samples the newest of them."""
+        self.block_table = array("i")
+        self.num_preemptions = 0
+        self.status = Status.WAITING
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence, those in flight included."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Sampled tokens, those in flight included."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Sampled tokens that the host knows."""
+        return self.token_ids[self.num_prompt_tokens :].tolist()
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED

@@ -1,0 +1,218 @@
+"""Continuous batching: which tokens of which sequences the next step computes.
+
+Every step shares one token budget among the running sequences, oldest first (one token for a decode, what is
+left of the budget for a prefill, which may be cut into chunks), then admits waiting ones, first come, first
+served. When the pool is full, the sequence that arrived last gives its blocks back and later computes its tokens
+anew (preemption by recomputation); so the oldest always advances, and what a preempted sequence generates does
+not change.
+
+The scheduler may run one step ahead of the tokens that were read: a sequence whose newest token is still in
+flight is scheduled with that token taken from the step that samples it. A sequence whose next distribution
+depends on the token itself (penalties, bad words) waits until it was read.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+from jaxpaged.block_manager import BlockManager
+from jaxpaged.config import SchedulerConfig, blocks_for
+from jaxpaged.request import Sequence, Status
+
+_WATERMARK = 0.01  # share of the pool that admission leaves to the growth of running sequences
+
+
+class Row(NamedTuple):
+    """A sequence's part of a step: tokens `start` to `start + count`."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+    """Whether the row ends at the sequence's newest token, so that the next one is sampled."""
+    source: int
+    """Row of the previous step whose sampled token is this row's last input, or -1 if the host knows all."""
+
+
+class StepPlan(NamedTuple):
+    """One step, and the state of the pool when it was planned."""
+
+    rows: list[Row]
+    num_tokens: int
+    num_blocks_used: int
+    num_tokens_held: int
+    """Tokens whose KV is in the pool after the step."""
+
+
+class Scheduler:
+    """Owns the queues and the block manager; plain Python, called between steps."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.blocks = BlockManager(config.num_blocks, config.block_size)
+        self.num_preemptions = 0
+        self._running: dict[int, Sequence] = {}  # by arrival, and in that order
+        self._waiting: list[tuple[int, Sequence]] = []  # a heap by arrival; aborted ones are skipped when they surface
+        self._num_waiting = 0
+        self._watermark = int(_WATERMARK * config.num_blocks)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._running or self._num_waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence.
+
+        Raises:
+          ValueError: it could never be served: longer than `max_model_len`, or than the whole pool.
+        """
+        sequence.max_tokens = self._checked_max_tokens(sequence)
+        self._enqueue(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Takes a sequence out, running or waiting, and frees its blocks; steps in flight may still hold its rows."""
+        if sequence.status is Status.RUNNING:
+            del self._running[sequence.request.arrival]
+            self.blocks.free(sequence)
+        elif sequence.status is Status.WAITING:
+            self._num_waiting -= 1
+        sequence.status = Status.FINISHED
+
+    def append(self, sequence: Sequence, token_id: int) -> None:
+        """Takes in the token that was in flight."""
+        sequence.token_ids.append(token_id)
+        sequence.num_in_flight -= 1
+
+    def schedule(self) -> StepPlan | None:
+        """Plans the next step and allocates every slot that it writes; None if no sequence can advance now."""
+        rows: list[Row] = []
+        budget = self.config.max_num_batched_tokens
+        preempted = self.num_preemptions
+        for sequence in list(self._running.values()):
+            if budget == 0 or sequence.status is not Status.RUNNING:
+                break  # all that follow arrived later, and were preempted too
+            if self._must_wait(sequence):
+                continue
+            count = min(sequence.num_tokens - sequence.num_computed, budget)
+            if not self._make_room(sequence, sequence.num_computed + count):
+                break
+            rows.append(self._take(sequence, count, len(rows)))
+            budget -= count
+        if self.num_preemptions == preempted:
+            self._admit(rows, budget)
+        if not rows:
+            return None
+        held = sum(s.num_computed for s in self._running.values())
+        return StepPlan(rows, sum(r.count for r in rows), self.blocks.num_used, held)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless queues, tables and reference counts agree."""
+        self.blocks.check_integrity()
+        assert self._num_waiting == sum(s.status is Status.WAITING for _, s in self._waiting)
+        assert list(self._running) == sorted(self._running), "running sequences are out of order"
+        if self._running:
+            newest = max(self._running)
+            assert all(a > newest for a, s in self._waiting if s.status is Status.WAITING), (
+                "a waiting one was overtaken"
+            )
+        for sequence in self._running.values():
+            assert sequence.status is Status.RUNNING
+            assert len(sequence.block_table) == blocks_for(sequence.num_computed, self.config.block_size)
+        if not self._running:
+            assert self.blocks.num_used == 0, "blocks are in use though nothing runs"
+
+    def _checked_max_tokens(self, sequence: Sequence) -> int:
+        c, prompt = self.config, sequence.num_prompt_tokens
+        pool_tokens = c.num_blocks * c.block_size
+        if prompt >= c.max_model_len:
+            raise ValueError(
+                f"the prompt has {prompt} tokens, which leaves no room for output in max_model_len={c.max_model_len}"
+            )
+        # The last token that is sampled needs no slot: its KV is never computed.
+        if prompt > pool_tokens:
+            raise ValueError(
+                f"the prompt has {prompt} tokens, but the whole KV pool has {c.num_blocks} blocks of {c.block_size} "
+                f"({pool_tokens} tokens); raise num_kv_blocks or the memory for it"
+            )
+        if not sequence.max_tokens:
+            return min(c.max_model_len - prompt, pool_tokens - prompt + 1)
+        total = prompt + sequence.max_tokens
+        if total > c.max_model_len:
+            raise ValueError(
+                f"the prompt's {prompt} tokens + max_tokens={sequence.max_tokens} are {total}, more than "
+                f"max_model_len={c.max_model_len}; shorten the prompt or lower max_tokens to {c.max_model_len - prompt}"
+            )
+        if total - 1 > pool_tokens:
+            raise ValueError(
+                f"the prompt's {prompt} tokens + max_tokens={sequence.max_tokens} need "
+                f"{blocks_for(total - 1, c.block_size)} KV blocks, but the whole pool has {c.num_blocks}; lower "
+                f"max_tokens to {pool_tokens - prompt + 1} or raise num_kv_blocks"
+            )
+        return sequence.max_tokens
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        heapq.heappush(self._waiting, (sequence.request.arrival, sequence))
+        self._num_waiting += 1
+
+    def _must_wait(self, sequence: Sequence) -> bool:
+        """Whether nothing can be computed for the sequence before its token in flight was read."""
+        if not sequence.num_in_flight:
+            return False
+        return sequence.num_output_tokens >= sequence.max_tokens or sequence.request.params.needs_host_history
+
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Grows the block table, preempting later arrivals as needed; False if the sequence itself had to go."""
+        while not self.blocks.grow(sequence, num_tokens):
+            _, victim = self._running.popitem()
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.blocks.free(sequence)
+        sequence.num_computed = 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._enqueue(sequence)
+
+    def _take(self, sequence: Sequence, count: int, row: int) -> Row:
+        """Books the tokens as computed, and the next one as in flight if the row samples."""
+        start, end = sequence.num_computed, sequence.num_computed + count
+        samples = end == sequence.num_tokens
+        source = sequence.in_flight_row if sequence.num_in_flight else -1
+        sequence.num_computed = end
+        if samples:
+            sequence.num_in_flight += 1
+            sequence.in_flight_row = row
+        return Row(sequence, start, count, samples, source)
+
+    def _admit(self, rows: list[Row], budget: int) -> None:
+        while self._waiting and budget and len(self._running) < self.config.max_num_seqs:
+            arrival, sequence = self._waiting[0]
+            if sequence.is_finished:
+                heapq.heappop(self._waiting)
+                continue
+            needed = blocks_for(sequence.num_tokens, self.config.block_size)
+            reserve = self._watermark if self._running else 0
+            if sequence.num_in_flight or needed + reserve > self.blocks.num_free:
+                return
+            heapq.heappop(self._waiting)
+            self._num_waiting -= 1
+            sequence.status = Status.RUNNING
+            self._running[arrival] = sequence
+            count = min(sequence.num_tokens, budget)
+            grown = self.blocks.grow(sequence, count)
+            assert grown, "admission checked the free blocks"
+            rows.append(self._take(sequence, count, len(rows)))
+            budget -= count

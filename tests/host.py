@@ -1,0 +1,36 @@
+"""Sequences and a pretend device, for host-side tests and measurements: no JAX, no model."""
+
+from __future__ import annotations
+
+import itertools
+
+from jaxpaged.batch import sampling_words
+from jaxpaged.request import Request, Sequence
+from jaxpaged.sampling_params import SamplingParams
+
+VOCAB = 1000
+_arrivals = itertools.count()
+
+
+def make_sequence(num_prompt: int, max_tokens: int | None = 16, arrival: int | None = None, **params) -> Sequence:
+    arrival = next(_arrivals) if arrival is None else arrival
+    sampling = SamplingParams(max_tokens=max_tokens, **params)
+    prompt = [(arrival * 31 + i) % VOCAB for i in range(num_prompt)]
+    return Sequence(
+        Request(
+            request_id=str(arrival),
+            prompt_token_ids=prompt,
+            params=sampling,
+            arrival=arrival,
+            sampling_words=sampling_words(sampling, arrival, VOCAB),
+        )
+    )
+
+
+def next_token(sequence: Sequence, position: int) -> int:
+    """What the pretend model samples for a position: a function of the request and the position alone."""
+    return (sequence.request.arrival * 7919 + position * 104729) % VOCAB
+
+
+def is_done(sequence: Sequence) -> bool:
+    return len(sequence.token_ids) - sequence.num_prompt_tokens >= sequence.max_tokens
