@@ -1,0 +1,1 @@
+"""Writing new keys and values into the pools: `api` is the op, `reference` its XLA implementation."""

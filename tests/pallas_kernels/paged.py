@@ -1,0 +1,78 @@
+"""Random ragged paged batches with poison wherever nothing may look, and dense attention in float64 to compare."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass
+class Case:
+    """One call of paged attention, in numpy; pools and padding hold NaN where no token lies."""
+
+    q: np.ndarray
+    k_pool: np.ndarray
+    v_pool: np.ndarray
+    block_tables: np.ndarray
+    kv_lens: np.ndarray
+    query_starts: np.ndarray
+
+    def arrays(self, dtype) -> tuple:
+        floats = (jnp.asarray(x, dtype) for x in (self.q, self.k_pool, self.v_pool))
+        return (*floats, *(jnp.asarray(x, jnp.int32) for x in (self.block_tables, self.kv_lens, self.query_starts)))
+
+
+def make_case(
+    rng: np.random.Generator,
+    kv_lens: list[int],
+    query_lens: list[int],
+    *,
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    block_size: int = 16,
+    padding_rows: int = 2,
+    padding_tokens: int = 3,
+    table_slack: int = 3,
+) -> Case:
+    """Sequences with `kv_lens` tokens in the pool, the last `query_lens` of which are queried; tables permuted."""
+    blocks = [-(-n // block_size) for n in kv_lens]
+    ids = rng.permutation(np.arange(1, sum(blocks) + 4))  # a few blocks belong to nobody
+    pools = np.full((2, sum(blocks) + 4, block_size, kv_heads, head_dim), np.nan, np.float32)
+    tables = np.zeros((len(kv_lens) + padding_rows, max(blocks) + table_slack), np.int32)
+    taken = 0
+    for i, (n, count) in enumerate(zip(kv_lens, blocks, strict=True)):
+        tables[i, :count] = ids[taken : taken + count]
+        taken += count
+        for p in range(n):
+            pools[:, tables[i, p // block_size], p % block_size] = rng.normal(size=(2, kv_heads, head_dim))
+    total = sum(query_lens)
+    q = np.full((total + padding_tokens, q_heads, head_dim), np.nan, np.float32)
+    q[:total] = rng.normal(size=(total, q_heads, head_dim))
+    starts = np.array([0, *np.cumsum(query_lens), *[total] * padding_rows])
+    return Case(q, *pools, tables, np.array([*kv_lens, *[0] * padding_rows]), starts)
+
+
+def dense_attention(case: Case, scale: float | None = None) -> np.ndarray:
+    """What the op must give: each sequence by itself, float64, zeros in padding rows."""
+    _, q_heads, head_dim = case.q.shape
+    block_size, kv_heads = case.k_pool.shape[1:3]
+    out = np.zeros(case.q.shape)
+    scale = head_dim**-0.5 if scale is None else scale
+    for i, n in enumerate(case.kv_lens):
+        lo, hi = case.query_starts[i : i + 2]
+        if lo == hi:
+            continue
+        positions = np.arange(n)
+        where = (case.block_tables[i, positions // block_size], positions % block_size)
+        k, v = (
+            pool[where].astype(np.float64).repeat(q_heads // kv_heads, axis=1) for pool in (case.k_pool, case.v_pool)
+        )
+        scores = np.einsum("qhd,khd->hqk", case.q[lo:hi].astype(np.float64), k) * scale
+        query_positions = np.arange(n - (hi - lo), n)
+        scores = np.where(positions <= query_positions[:, None], scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out[lo:hi] = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
+    return out
