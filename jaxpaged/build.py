@@ -1,0 +1,161 @@
+"""From options to a running engine: checkpoint, parameters, pool size, compiled steps.
+
+The pool's size: a number of blocks or bytes if the user gives one; on a GPU what `gpu_memory_utilization` of the
+device memory leaves beside the weights and the largest step's temporaries, which XLA tells; on a CPU 1 GiB.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged import kv_cache
+from jaxpaged.batch import Buckets, StepShape
+from jaxpaged.checkpoints.demo import demo_model_path
+from jaxpaged.checkpoints.reader import open_checkpoint
+from jaxpaged.compilation_cache import use_compilation_cache
+from jaxpaged.config import EngineConfig, SchedulerConfig, blocks_for
+from jaxpaged.engine import Engine
+from jaxpaged.executables import StepFunctions, step_temporaries
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.loading import load_params
+from jaxpaged.models.registry import family_of
+from jaxpaged.runner import Runner
+from jaxpaged.scheduler import Scheduler
+from jaxpaged.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_CPU_POOL_BYTES = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class _Limits:
+    """Defaults that depend on the device."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    smallest_bucket: int
+    bucket_ratio: int
+
+
+_CPU = _Limits(max_num_seqs=32, max_num_batched_tokens=256, smallest_bucket=8, bucket_ratio=4)
+_GPU = _Limits(max_num_seqs=256, max_num_batched_tokens=2048, smallest_bucket=1, bucket_ratio=2)
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Loads the model and compiles everything.
+
+    Raises:
+      ValueError: an option doesn't fit the model or the device, or the checkpoint is at fault.
+    """
+    use_compilation_cache()
+    reader = open_checkpoint(demo_model_path() if config.model == "demo" else Path(config.model))
+    family = family_of(reader.hf_config, str(reader.path))
+    model = family.config(reader.hf_config, str(reader.path))
+    tokenizer = Tokenizer.from_checkpoint(reader)
+    dtype = resolve_dtype(config.dtype, model.dtype)
+    max_model_len = _max_model_len(config, model)
+    limits = _CPU if jax.default_backend() == "cpu" else _GPU
+    max_num_seqs = config.max_num_seqs or limits.max_num_seqs
+    max_tokens = config.max_num_batched_tokens or max(limits.max_num_batched_tokens, max_num_seqs)
+
+    with _timed("weights"):
+        params = load_params(reader, family.weights(model), family.ignored_tensors, dtype)
+        jax.block_until_ready(params)
+    module = family.module(model, dtype)
+    buckets = Buckets.for_limits(max_num_seqs, max_tokens, smallest=limits.smallest_bucket, ratio=limits.bucket_ratio)
+
+    def step_functions(num_blocks: int) -> StepFunctions:
+        shape = StepShape(
+            blocks_for(max_model_len, config.block_size), config.block_size, num_blocks * config.block_size
+        )
+        return StepFunctions(module, shape, max_num_seqs, config.max_logprobs)
+
+    def temporaries() -> int:
+        functions = step_functions(2)
+        cache = kv_cache.abstract(model, 2, config.block_size, dtype)
+        return step_temporaries(functions, params, cache, buckets.largest)
+
+    num_blocks = _num_pool_blocks(config, model, dtype, temporaries)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_blocks=num_blocks - 1,  # the null block is nobody's
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_tokens,
+        )
+    )
+    eos_token_ids = reader.eos_token_ids or tuple(i for i in [tokenizer.eos_token_id] if i is not None)
+    with _timed("compilation"):
+        cache = kv_cache.allocate(model, num_blocks, config.block_size, dtype)
+        runner = Runner(step_functions(num_blocks), params, cache, buckets, eos_token_ids)
+    return Engine(
+        scheduler=scheduler,
+        runner=runner,
+        tokenizer=tokenizer,
+        vocab_size=model.vocab_size,
+        eos_token_ids=eos_token_ids,
+        seed=config.seed,
+        max_logprobs=config.max_logprobs,
+    )
+
+
+def resolve_dtype(wanted: str, stored: str) -> jnp.dtype:
+    """The dtype to run in: as wanted; for "auto" float32 on a CPU, else the stored one, bfloat16 for float32."""
+    if wanted != "auto":
+        return jnp.dtype(wanted)
+    if jax.default_backend() == "cpu":
+        return jnp.dtype("float32")
+    return jnp.dtype("bfloat16" if stored == "float32" else stored)
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    longest = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} is more than the {longest} positions the model was trained for; "
+            "lower it"
+        )
+    return config.max_model_len or longest
+
+
+def _num_pool_blocks(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, temporaries: Any) -> int:
+    """Blocks to allocate, null block included."""
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks + 1
+    budget = config.kv_cache_memory_bytes
+    if budget is None and jax.default_backend() == "cpu":
+        budget = _CPU_POOL_BYTES
+    if budget is None:
+        stats = jax.devices()[0].memory_stats()
+        step = temporaries()
+        share = int(config.gpu_memory_utilization * stats["bytes_limit"])
+        budget = share - stats["bytes_in_use"] - step
+        logger.info(
+            "device memory: %.2f GiB may be used, %.2f are in use, %.2f go to a step's temporaries",
+            *(x / 2**30 for x in (share, stats["bytes_in_use"], step)),
+        )
+    num_blocks = kv_cache.blocks_in(max(budget, 0), model, config.block_size, dtype)
+    if num_blocks < 2:
+        raise ValueError(
+            f"{max(budget, 0) / 2**20:.0f} MiB are left for the KV pool, less than two blocks of {config.block_size} "
+            "tokens; raise gpu_memory_utilization or kv_cache_memory_bytes, or lower max_num_batched_tokens"
+        )
+    return num_blocks
+
+
+@contextmanager
+def _timed(phase: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    logger.info("%s: %.1f s", phase, time.perf_counter() - start)

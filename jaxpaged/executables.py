@@ -1,0 +1,148 @@
+"""The step's device functions, compiled ahead for every bucket, so that nothing compiles while serving.
+
+A step is two executables that run back to back: `forward` (KV write, attention, logits of each row's last token;
+the pool is donated) and `sample`. Apart, because requests with logit edits or penalties pass through
+`logit_passes` between the two, and the variants of sampling must not multiply the large executables. Prompt
+log-probabilities are a third one, run only for steps that ask for them.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxpaged import batch
+from jaxpaged.batch import Bucket, StepInputs, StepShape
+from jaxpaged.kv_cache import KVCache, PagedAttend
+from jaxpaged.sampler import Rating, SampleOutput, SamplingInputs, rate, sample
+
+_LOGPROB_CHUNK = 64  # prompt tokens whose logits are held at once
+
+
+class ForwardOutput(NamedTuple):
+    """What `forward` leaves on the device."""
+
+    hidden: Float[Array, "tokens hidden"]
+    logits: Float[Array, "rows vocab"]  # of each row's last token, float32
+    sampling: SamplingInputs
+    cache: KVCache
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFunctions:
+    """The traceable functions of a step, for one model and pool layout."""
+
+    module: nn.Module
+    shape: StepShape
+    max_rows: int
+    max_logprobs: int
+    traces: Counter[str] = dataclasses.field(default_factory=Counter)
+    """How often each function was traced: after warm-up these numbers stand still."""
+
+    def forward(self, params: Any, cache: KVCache, buffer: Array, previous: Array, *, bucket: Bucket) -> ForwardOutput:
+        """Runs the model on a packed step; `previous` holds the ids that the step before sampled, by row."""
+        self.traces["forward"] += 1
+        x = batch.unpack(buffer, bucket, self.shape)
+        tokens = jnp.where(x.sources >= 0, previous[x.sources.clip(0)], x.tokens)
+        attend = PagedAttend(x.slots, x.block_tables, x.kv_lens, x.query_starts)
+        hidden, cache = self.module.apply(params, tokens, x.positions, cache, attend)
+        logits = self.module.apply(params, hidden[x.last_tokens], method="logits")
+        return ForwardOutput(hidden, logits, _sampling_inputs(x), cache)
+
+    def sample(self, raw: Array, edited: Array, sampling: SamplingInputs) -> tuple[Array, SampleOutput]:
+        """Token ids by row, padded to `max_rows` (the next step's `previous`), and all that was sampled."""
+        self.traces["sample"] += 1
+        output = sample(raw, edited, sampling, max_logprobs=self.max_logprobs)
+        return jnp.pad(output.token_ids, (0, self.max_rows - raw.shape[0])), output
+
+    def prompt_logprobs(self, params: Any, hidden: Array, targets: Array) -> Rating:
+        """Rates `targets[t]` by the distribution that follows token `t`, a few tokens at a time."""
+        self.traces["prompt_logprobs"] += 1
+
+        def one(chunk: tuple[Array, Array]) -> Rating:
+            logits = self.module.apply(params, chunk[0], method="logits")
+            return rate(logits, chunk[1], jnp.int32(1), max_logprobs=self.max_logprobs)
+
+        tokens = hidden.shape[0]
+        size = min(_LOGPROB_CHUNK, tokens)
+        padding = -tokens % size
+        chunks = (
+            jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, size, hidden.shape[1]),
+            jnp.pad(targets, (0, padding)).reshape(-1, size),
+        )
+        return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:])[:tokens], jax.lax.map(one, chunks))
+
+
+def _sampling_inputs(x: StepInputs) -> SamplingInputs:
+    def as_float(words: Array) -> Array:
+        return jax.lax.bitcast_convert_type(words, jnp.float32)
+
+    return SamplingInputs(
+        temperature=as_float(x.sampling[:, 0]),
+        top_k=x.sampling[:, 1],
+        top_p=as_float(x.sampling[:, 2]),
+        min_p=as_float(x.sampling[:, 3]),
+        seeds=jax.lax.bitcast_convert_type(x.sampling[:, 4:6], jnp.uint32),
+        positions=x.sample_positions,
+        num_logprobs=x.num_logprobs[0],
+    )
+
+
+class Executables:
+    """Compiled step functions: `forward` by bucket, `sample` by rows, `prompt_logprobs` by tokens."""
+
+    def __init__(self, functions: StepFunctions, params: Any, cache: KVCache, buckets: Iterable[Bucket]) -> None:
+        """Compiles everything. Of `params` and `cache` only shapes and dtypes are read."""
+        params, cache = _abstract(params), _abstract(cache)
+        # Tracing takes one core, compiling as many as there are.
+        with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            forward, sample, prompt_logprobs = {}, {}, {}
+            for bucket in buckets:
+                lowered = lower_forward(functions, params, cache, bucket)
+                forward[bucket] = pool.submit(lowered.compile)
+                out = lowered.out_info
+                if bucket.rows not in sample:
+                    lowered = jax.jit(functions.sample).lower(out.logits, out.logits, out.sampling)
+                    sample[bucket.rows] = pool.submit(lowered.compile)
+                if bucket.tokens > bucket.rows:
+                    lowered = jax.jit(functions.prompt_logprobs).lower(params, out.hidden, _ints(bucket.tokens))
+                    prompt_logprobs[bucket.tokens] = pool.submit(lowered.compile)
+        self.forward = {key: future.result() for key, future in forward.items()}
+        self.sample = {key: future.result() for key, future in sample.items()}
+        self.prompt_logprobs = {key: future.result() for key, future in prompt_logprobs.items()}
+
+
+def lower_forward(functions: StepFunctions, params: Any, cache: KVCache, bucket: Bucket) -> jax.stages.Lowered:
+    """`StepFunctions.forward` for one bucket, lowered for the default device; takes the cache by donation."""
+    forward = jax.jit(functools.partial(functions.forward, bucket=bucket), donate_argnames="cache")
+    buffer = _ints(batch.buffer_size(bucket, functions.shape))
+    return forward.lower(params, cache, buffer, _ints(functions.max_rows))
+
+
+def step_temporaries(functions: StepFunctions, params: Any, cache: KVCache, bucket: Bucket) -> int:
+    """Bytes that a step of a bucket needs beside parameters and pool, as XLA tells."""
+    lowered = lower_forward(functions, _abstract(params), _abstract(cache), bucket)
+    analysis = lowered.compile().memory_analysis()
+    out = lowered.out_info
+    kept = sum(math.prod(x.shape) * x.dtype.itemsize for x in (out.hidden, out.logits))
+    # Sampling holds a few images of the logits: raw, edited, scaled, weights.
+    return analysis.temp_size_in_bytes + kept + 4 * math.prod(out.logits.shape) * 4
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def _ints(size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), jnp.int32)

@@ -1,0 +1,189 @@
+"""The in-process API: `LLM`, as vLLM's users know it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxpaged.build import build_engine
+from jaxpaged.completion import Completion
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine import Engine
+from jaxpaged.outputs import CacheStats, RequestOutput
+from jaxpaged.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model with a paged KV cache, ready to generate.
+
+    Example:
+      >>> llm = LLM(model="demo")
+      >>> llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        """Loads the model, allocates the pool and compiles the steps.
+
+        Args:
+          model: a folder with config.json and safetensors, a .gguf file, or "demo".
+          **options: the fields of `jaxpaged.config.EngineConfig`: dtype, max_model_len, block_size,
+            num_kv_blocks, kv_cache_memory_bytes, gpu_memory_utilization, max_num_seqs, max_num_batched_tokens,
+            seed, max_logprobs.
+
+        Raises:
+          ValueError: an option is unknown or out of range, or the checkpoint can't be loaded.
+        """
+        known = [f.name for f in dataclasses.fields(EngineConfig)]
+        unknown = sorted(options.keys() - set(known))
+        if unknown:
+            raise ValueError(f"unknown option {', '.join(unknown)}; LLM takes {', '.join(known)}")
+        self.engine: Engine = build_engine(EngineConfig(model=model, **options))
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continues every prompt and returns the outputs in their order.
+
+        Args:
+          prompts: one prompt (text, or token ids) or a list of them.
+          sampling_params: one for all, or one a prompt; the defaults if None.
+          use_tqdm: show a progress bar.
+
+        Raises:
+          ValueError: a prompt or a parameter is out of range; then nothing is generated.
+        """
+        listed = _as_list(prompts)
+        params = _per_prompt(sampling_params, len(listed))
+        completions: list[Completion] = []
+        try:
+            for prompt, p in zip(listed, params, strict=True):
+                completions.append(self._add(prompt, p, len(completions)))
+            for _ in self._run(completions, use_tqdm):
+                pass
+        finally:
+            # Whatever interrupts the run (an error, Ctrl-C), no block stays taken.
+            for completion in completions:
+                self.engine.abort_request(completion.sequence.request.request_id)
+        return [completion.output() for completion in completions]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or each of a list, through the model's chat template.
+
+        Args:
+          messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
+          sampling_params: as for `generate`.
+          use_tqdm: as for `generate`.
+          add_generation_prompt: end the prompt with the opening of an assistant's turn.
+          **template_options: passed on to the chat template.
+
+        Raises:
+          ValueError: as for `generate`, or the model has no chat template, or it refuses the messages.
+        """
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts = [self.chat_prompt(c, add_generation_prompt, **template_options) for c in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """Continues one prompt and yields its text as it becomes final; closing the iterator ends the request."""
+        completion = self._add(prompt, sampling_params or SamplingParams(), 0)
+        try:
+            for _ in self._run([completion], use_tqdm=False):
+                if text := completion.take_text():
+                    yield text
+        finally:
+            self.engine.abort_request(completion.sequence.request.request_id)
+
+    def chat_prompt(self, messages: Any, add_generation_prompt: bool = True, **template_options: Any) -> list[int]:
+        """Token ids of a conversation."""
+        return self.engine.tokenizer.apply_chat_template(messages, add_generation_prompt, **template_options)
+
+    def cache_stats(self) -> CacheStats:
+        """The KV pool now and since the start."""
+        return self.engine.cache_stats()
+
+    def _add(self, prompt: Prompt, params: SamplingParams, index: int) -> Completion:
+        self._num_requests += 1
+        try:
+            return self.engine.add_request(str(self._num_requests), prompt, params)
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from error
+
+    def _run(self, completions: Sequence[Completion], use_tqdm: bool) -> Iterator[None]:
+        """Steps until the completions have ended, a yield each."""
+        with _Progress(len(completions), disable=not use_tqdm) as progress:
+            while any(c.finish_reason is None for c in completions):
+                advanced = self.engine.step()
+                progress.update(advanced, self.engine)
+                yield
+
+
+class _Progress:
+    """Requests done, tokens a second, and KV blocks in use, in a bar."""
+
+    def __init__(self, num_requests: int, *, disable: bool) -> None:
+        self._bar = tqdm(total=num_requests, desc="Requests", unit="req", dynamic_ncols=True, disable=disable)
+        self._num_tokens = 0
+        self._start = time.perf_counter()
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def update(self, advanced: Iterable[Completion], engine: Engine) -> None:
+        if self._bar.disable:
+            return
+        finished = 0
+        for completion in advanced:
+            self._num_tokens += 1
+            finished += completion.finish_reason is not None
+        rate = self._num_tokens / (time.perf_counter() - self._start)
+        blocks = engine.scheduler.blocks
+        used = f"{blocks.num_used}/{blocks.pool.num_blocks}"
+        self._bar.set_postfix_str(f"{rate:.0f} tok/s, KV blocks {used}", refresh=False)
+        self._bar.update(finished)  # draws at most ten times a second
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts={prompts!r:.80} must be text, token ids, or a list of either")
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, (str, Sequence)):
+            raise ValueError(f"prompts[{i}]={prompt!r:.80} must be text or token ids")
+    return list(prompts)
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if not all(isinstance(p, SamplingParams) for p in params):
+        raise ValueError(f"sampling_params={params!r:.80} must be a SamplingParams, a list of them, or None")
+    if len(params) != num_prompts:
+        raise ValueError(f"sampling_params has {len(params)} entries for {num_prompts} prompts; give one, or one each")
+    return list(params)

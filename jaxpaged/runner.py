@@ -1,0 +1,140 @@
+"""The device side of a step: sole owner of the parameters and of the pool.
+
+`dispatch` sends a planned step to the device and returns at once; the `StepHandle` it gives is read later, when
+the host has the next step planned. The pool passes from step to step by donation and is never copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged import batch, logit_passes
+from jaxpaged.batch import Buckets
+from jaxpaged.executables import Executables, StepFunctions
+from jaxpaged.kv_cache import KVCache
+from jaxpaged.logit_edits import EditRequest, collect_edits
+from jaxpaged.sampler import Rating, SampleOutput
+from jaxpaged.scheduler import Row, StepPlan
+
+
+class StepResult(NamedTuple):
+    """A step's output on the host, numpy."""
+
+    token_ids: np.ndarray  # [rows]
+    rating: Rating  # of each sampled token
+    prompt: Rating | None
+    """Of each prompt token that follows a token of the step (as `Runner.prompt_targets`), if a row asks for them."""
+
+
+class StepHandle:
+    """A step that runs on the device."""
+
+    def __init__(self, plan: StepPlan, sampled: SampleOutput, prompt: Rating | None, wants_top: bool) -> None:
+        self.plan = plan
+        rating = sampled.rating
+        if not wants_top:  # the alternatives are all zeros; leave them on the device
+            rating = rating._replace(top_ids=np.zeros((rating.ranks.shape[0], 0), np.int32), top_logprobs=None)
+        self._arrays = (sampled.token_ids, rating, prompt)
+        for array in jax.tree.leaves(self._arrays):
+            if isinstance(array, jax.Array):
+                array.copy_to_host_async()
+
+    def read(self) -> StepResult:
+        """Waits for the step and gives its output."""
+        ids, rating, prompt = jax.device_get(self._arrays)
+        if rating.top_logprobs is None:
+            rating = rating._replace(top_logprobs=np.zeros(rating.top_ids.shape, np.float32))
+        return StepResult(ids, rating, prompt)
+
+
+class Runner:
+    """Runs planned steps."""
+
+    def __init__(
+        self,
+        functions: StepFunctions,
+        params: Any,
+        cache: KVCache,
+        buckets: Buckets,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        """Compiles all buckets; after that, nothing compiles.
+
+        Args:
+          functions: the traceable step.
+          params: the model's parameters, on the device.
+          cache: the pool; the runner owns it from here on.
+          buckets: the shapes to compile.
+          eos_token_ids: what `min_tokens` holds back.
+        """
+        self._functions = functions
+        self._params = params
+        self._cache = cache
+        self._buckets = buckets
+        self._eos_token_ids = eos_token_ids
+        self._previous = jnp.zeros(functions.max_rows, jnp.int32)
+        self._executables = Executables(functions, params, cache, buckets.all)
+        for bucket in buckets.decode:
+            vocab = self._executables.forward[bucket].out_info.logits.shape[1]
+            logit_passes.warm_up(jnp.zeros((bucket.rows, vocab), jnp.float32))
+
+    def dispatch(self, plan: StepPlan) -> StepHandle:
+        """Starts a step; the plans of all steps must be dispatched in the order in which they were made."""
+        bucket = self._buckets.fit(plan.num_tokens, len(plan.rows))
+        buffer = jax.device_put(batch.pack(plan, bucket, self._functions.shape))
+        out = self._executables.forward[bucket](self._params, self._cache, buffer, self._previous)
+        self._cache = out.cache
+        edits = collect_edits(_edit_requests(plan, self._eos_token_ids), bucket.rows)
+        edited = out.logits if edits is None else logit_passes.edit_logits(out.logits, edits)
+        self._previous, sampled = self._executables.sample[bucket.rows](out.logits, edited, out.sampling)
+        prompt = None
+        if any(map(wants_prompt_logprobs, plan.rows)):
+            targets = np.zeros(bucket.tokens, np.int32)
+            targets[: plan.num_tokens] = np.concatenate([prompt_targets(row) for row in plan.rows])
+            prompt = self._executables.prompt_logprobs[bucket.tokens](self._params, out.hidden, targets)
+        wants_top = any(row.samples and row.sequence.request.params.logprobs for row in plan.rows)
+        return StepHandle(plan, sampled, prompt, wants_top)
+
+    @property
+    def num_traces(self) -> int:
+        """Traces of step functions so far: stands still after construction."""
+        return sum(self._functions.traces.values())
+
+    def pool_addresses(self) -> list[int]:
+        """Where the pool's buffers lie: the same before and after any step, as donation promises."""
+        return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(self._cache)]
+
+
+def wants_prompt_logprobs(row: Row) -> bool:
+    """Whether prompt tokens that follow this row's tokens must be rated."""
+    sequence = row.sequence
+    return sequence.request.params.prompt_logprobs is not None and row.start < sequence.num_prompt_tokens - 1
+
+
+def prompt_targets(row: Row) -> np.ndarray:
+    """The token that follows each of the row's tokens; 0 where it is no prompt token (its rating is not used)."""
+    targets = np.zeros(row.count, np.int32)
+    following = row.sequence.token_ids[row.start + 1 : min(row.start + row.count + 1, row.sequence.num_prompt_tokens)]
+    targets[: len(following)] = following
+    return targets
+
+
+def _edit_requests(plan: StepPlan, eos_token_ids: tuple[int, ...]) -> list[EditRequest]:
+    return [
+        EditRequest(
+            row=i,
+            params=row.sequence.request.params,
+            prompt_ids=row.sequence.request.prompt_token_ids,
+            output_ids=row.sequence.output_token_ids,
+            # The row's own sample is in flight already, and not counted.
+            num_output=row.sequence.num_output_tokens - 1,
+            eos_ids=eos_token_ids,
+            bad_words=row.sequence.request.bad_words,
+        )
+        for i, row in enumerate(plan.rows)
+        if row.samples and row.sequence.request.params.has_logit_edits
+    ]
