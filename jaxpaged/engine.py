@@ -153,6 +153,7 @@ class Engine:
         for word in params.bad_word_strings:
             for text in (word, f" {word.lstrip()}"):
                 words[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
+        words.pop((), None)
         return tuple(words)
 
 

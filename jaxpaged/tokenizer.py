@@ -76,8 +76,8 @@ class Tokenizer:
         template = self.hf.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with BOS or EOS where the tokenizer adds them.
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a plain prompt, with BOS or EOS where the tokenizer adds them (unless told not to).
 
         Special tokens written out in the text become their ids, as with Hugging Face. ValueError if `text` is not a
         string that UTF-8 can represent.
@@ -85,7 +85,7 @@ class Tokenizer:
         if not isinstance(text, str):
             raise ValueError(f"prompt must be a string, found {type(text).__name__}")
         _check_encodable(text, "prompt")
-        return list(self.hf.encode(text, verbose=False))
+        return list(self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+TINY = Path(__file__).parent / "data" / "tiny"
+TINY_OPTIONS = {
+    "max_model_len": 128,
+    "block_size": 8,
+    "num_kv_blocks": 24,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+}
 
 
 @pytest.fixture(scope="session")
@@ -11,3 +22,19 @@ def demo_path():
     from jaxpaged.checkpoints.demo import demo_model_path
 
     return demo_model_path()
+
+
+@pytest.fixture(scope="session")
+def demo_llm(demo_path):
+    """The demo model in float32 with a pool that holds little more than its longest golden prompt."""
+    from jaxpaged import LLM
+
+    return LLM(str(demo_path), max_model_len=768, num_kv_blocks=36, max_num_seqs=8, max_num_batched_tokens=64)
+
+
+@pytest.fixture(scope="session")
+def tiny_llm():
+    """A random model of two layers with a byte-level tokenizer, in a pool of 24 blocks of 8."""
+    from jaxpaged import LLM
+
+    return LLM(str(TINY / "llama_tied_sharded"), **TINY_OPTIONS)

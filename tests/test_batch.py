@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+from host import VOCAB, make_sequence
+
+from jaxpaged import batch
+from jaxpaged.batch import Bucket, Buckets, StepShape
+from jaxpaged.config import SchedulerConfig
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.scheduler import Scheduler
+
+BLOCK_SIZE = 16
+SHAPE = StepShape(table_width=6, block_size=BLOCK_SIZE, num_slots=21 * BLOCK_SIZE)
+
+
+def make_scheduler(budget=32) -> Scheduler:
+    return Scheduler(
+        SchedulerConfig(
+            num_blocks=20, block_size=BLOCK_SIZE, max_model_len=96, max_num_seqs=8, max_num_batched_tokens=budget
+        )
+    )
+
+
+def packed(plan, bucket) -> batch.StepInputs:
+    return batch.unpack(batch.pack(plan, bucket, SHAPE), bucket, SHAPE)
+
+
+def test_buckets_cover_every_step_and_nothing_is_smaller():
+    buckets = Buckets.for_limits(32, 256, smallest=8, ratio=4)
+    assert buckets.decode == (Bucket(8, 8), Bucket(32, 32))
+    assert buckets.mixed == (Bucket(64, 32), Bucket(256, 32))
+    assert buckets.largest == Bucket(256, 32)
+    assert buckets.fit(8, 8) == Bucket(8, 8)
+    assert buckets.fit(9, 9) == Bucket(32, 32)
+    assert buckets.fit(9, 1) == Bucket(64, 32)
+    assert buckets.fit(65, 32) == Bucket(256, 32)
+
+
+@pytest.mark.parametrize(("seqs", "budget"), [(1, 1), (1, 256), (3, 100), (256, 2048), (5, 5)])
+@pytest.mark.parametrize("ratio", [2, 4])
+def test_any_limits_leave_no_step_without_a_bucket(seqs, budget, ratio):
+    buckets = Buckets.for_limits(seqs, budget, smallest=8, ratio=ratio)
+    for rows in range(1, seqs + 1):
+        assert buckets.fit(rows, rows).rows <= seqs
+        assert buckets.fit(max(budget, rows), rows).tokens >= budget
+
+
+def test_a_mixed_step_is_packed_field_by_field():
+    scheduler = make_scheduler()
+    first, second = make_sequence(5, arrival=0, logprobs=2), make_sequence(40, arrival=1, logprobs=7)
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.schedule()  # 5 tokens and 27 of 40
+    scheduler.append(first, 777)
+    x = packed(scheduler.schedule(), Bucket(32, 8))  # a decode and the other 13
+    assert x.query_starts.tolist() == [0, 1, 14, 14, 14, 14, 14, 14, 14]
+    assert x.last_tokens[:2].tolist() == [0, 13]
+    assert x.kv_lens.tolist() == [6, 40, 0, 0, 0, 0, 0, 0]
+    assert x.sample_positions[:2].tolist() == [6, 40]
+    assert x.tokens[:14].tolist() == [777, *second.token_ids[27:40]]
+    assert x.positions[:14].tolist() == [5, *range(27, 40)]
+    assert set(x.sources.tolist()) == {-1}
+    assert x.block_tables[0].tolist() == [first.block_table[0], 0, 0, 0, 0, 0]
+    assert x.block_tables[1].tolist() == [*second.block_table, 0, 0, 0]
+    expected = [first.block_table[0] * 16 + 5] + [second.block_table[p // 16] * 16 + p % 16 for p in range(27, 40)]
+    assert x.slots[:14].tolist() == expected
+    assert x.num_logprobs.tolist() == [7]
+
+
+def test_padding_is_inert():
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(5))
+    x = packed(scheduler.schedule(), Bucket(64, 8))
+    assert (x.slots[5:] >= SHAPE.num_slots).all()
+    assert not x.block_tables[1:].any()
+    assert not x.kv_lens[1:].any()
+    assert (np.diff(x.query_starts)[1:] == 0).all()
+    assert (x.last_tokens >= 0).all()
+
+
+def test_a_token_in_flight_is_taken_from_the_row_that_samples_it():
+    scheduler = make_scheduler()
+    for arrival in range(3):
+        scheduler.add(make_sequence(4, arrival=arrival))
+    plan = scheduler.schedule()
+    scheduler.finish(plan.rows[0].sequence)
+    x = packed(scheduler.schedule(), Bucket(8, 8))
+    assert x.sources.tolist() == [1, 2, -1, -1, -1, -1, -1, -1]
+    assert x.positions[:2].tolist() == [4, 4]
+
+
+def test_only_the_rows_that_sample_count_for_logprobs():
+    scheduler = make_scheduler(budget=8)
+    scheduler.add(make_sequence(20, logprobs=5))
+    assert packed(scheduler.schedule(), Bucket(8, 8)).num_logprobs.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (SamplingParams(temperature=0), (0.0, VOCAB, 1.0, 0.0)),
+        (SamplingParams(temperature=1e-7), (0.0, VOCAB, 1.0, 0.0)),
+        (SamplingParams(temperature=0.5, top_k=7, top_p=0.9, min_p=0.1), (0.5, 7, 0.9, 0.1)),
+        (SamplingParams(top_k=-1), (1.0, VOCAB, 1.0, 0.0)),
+        (SamplingParams(top_k=10**9), (1.0, VOCAB, 1.0, 0.0)),
+    ],
+)
+def test_sampling_words(params, expected):
+    words = np.frombuffer(batch.sampling_words(params, (3 << 32) + 4, VOCAB), np.int32)
+    floats = words.view(np.float32)
+    assert (floats[0], words[1], floats[2], floats[3]) == pytest.approx(expected)
+    assert words[4:].tolist() == [3, 4]
+
+
+def test_negative_seeds_are_taken_modulo_two_to_the_64():
+    words = np.frombuffer(batch.sampling_words(SamplingParams(), -2, VOCAB), np.uint32)
+    assert words[4:].tolist() == [2**32 - 1, 2**32 - 2]
