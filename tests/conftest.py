@@ -29,7 +29,9 @@ def demo_llm(demo_path):
     """The demo model in float32 with a pool that holds little more than its longest golden prompt."""
     from jaxpaged import LLM
 
-    return LLM(str(demo_path), max_model_len=768, num_kv_blocks=36, max_num_seqs=8, max_num_batched_tokens=64)
+    return LLM(
+        str(demo_path), dtype="float32", max_model_len=768, num_kv_blocks=36, max_num_seqs=8, max_num_batched_tokens=64
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,333 @@
+"""What serving costs the host, and how full the KV pool is: the real engine without a model or a device.
+
+    python scripts/bench_host.py host     time of schedule(), pack() and bookkeeping in a step
+    python scripts/bench_host.py usage    share of the allocated KV slots that hold a token, on a trace
+
+`host` drives the engine one step ahead, as in service, with a runner that packs each step and then makes tokens up.
+Figures are medians over many steps, the smallest in brackets; run it on a machine that does little else. `usage`
+needs nothing but the scheduler and its block manager.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxpaged.batch import Buckets, StepShape, pack, sampling_words
+from jaxpaged.config import SchedulerConfig
+from jaxpaged.request import Request, Sequence
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.scheduler import Scheduler, StepPlan
+
+if TYPE_CHECKING:
+    from jaxpaged.engine import Engine
+    from jaxpaged.runner import StepResult
+    from jaxpaged.tokenizer import Tokenizer
+
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 8192
+BUDGET = 2048
+NUM_ALTERNATIVES = 5
+TRACE = Path(__file__).parent.parent / "workloads" / "sharegpt_like.csv"
+TEXT = """The lighthouse was built in 1874 and stands forty metres tall. Its keeper, Mara, climbs 206 steps every \
+evening; storms come from the west in winter and can last for a week. “Déjà vu”, says the naïve visitor — 日本語 too 👍.
+
+def area(radius: float) -> float:
+    return 3.14159 * radius ** 2  # no units
+
+"""
+
+PLAIN = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
+VARIANTS = {
+    "token ids only": {**PLAIN, "detokenize": False},
+    "text": PLAIN,
+    "text, stop strings, logprobs=5": {**PLAIN, "stop": ["\n\nUser:", "<|end|>"], "logprobs": NUM_ALTERNATIVES},
+}
+
+
+# --- cost of a step
+
+
+class StepTimes(NamedTuple):
+    """Seconds of one step, by part."""
+
+    schedule: float
+    pack: float
+    bookkeeping: float
+    """All else that the engine does: taking in the tokens of the step before, text and stops included."""
+
+    @property
+    def total(self) -> float:
+        return self.schedule + self.pack + self.bookkeeping
+
+
+class TimedScheduler(Scheduler):
+    """Notes how long the last `schedule` took."""
+
+    seconds = 0.0
+
+    def schedule(self) -> StepPlan | None:
+        start = time.perf_counter()
+        plan = super().schedule()
+        self.seconds = time.perf_counter() - start
+        return plan
+
+
+class PretendHandle(NamedTuple):
+    """Stands for a `runner.StepHandle`."""
+
+    plan: StepPlan
+    result: StepResult
+
+    def read(self) -> StepResult:
+        return self.result
+
+
+class PretendRunner:
+    """Packs steps as the runner does, notes how long that took, and lets every row go on in a given text."""
+
+    def __init__(self, config: SchedulerConfig, text_ids: list[int]) -> None:
+        self.seconds_packing = 0.0
+        self.seconds_pretending = 0.0
+        self.plan: StepPlan | None = None
+        self._shape = StepShape(config.table_width, config.block_size, config.num_blocks * config.block_size)
+        self._buckets = Buckets.for_limits(config.max_num_seqs, config.max_num_batched_tokens, smallest=1, ratio=2)
+        self._text = np.array(text_ids, np.int32)
+        self._num_steps = 0
+
+    def dispatch(self, plan: StepPlan) -> PretendHandle:
+        from jaxpaged.runner import StepResult
+        from jaxpaged.sampler import Rating
+
+        start = time.perf_counter()
+        bucket = self._buckets.fit(plan.num_tokens, len(plan.rows))
+        pack(plan, bucket, self._shape)
+        packed = time.perf_counter()
+        ids = self._text[(self._num_steps + 7 * np.arange(bucket.rows)) % len(self._text)]
+        top = (bucket.rows, NUM_ALTERNATIVES)
+        rating = Rating(
+            logprobs=np.full(bucket.rows, -0.5, np.float32),
+            ranks=np.ones(bucket.rows, np.int32),
+            top_ids=self._text[np.arange(NUM_ALTERNATIVES) + np.zeros(top, np.int32)],
+            top_logprobs=np.full(top, -1.0, np.float32),
+        )
+        self._num_steps += 1
+        self.plan = plan
+        self.seconds_packing = packed - start
+        self.seconds_pretending = time.perf_counter() - packed
+        return PretendHandle(plan, StepResult(ids, rating, None))
+
+
+class Measurement:
+    """An engine with `num_running` sequences of a few hundred tokens, all prefilled, and others that wait."""
+
+    def __init__(self, tokenizer: Tokenizer, num_running: int, num_waiting: int, params: dict, mixed: bool) -> None:
+        from jaxpaged.engine import Engine
+
+        most_blocks = num_running * MAX_MODEL_LEN // BLOCK_SIZE
+        self._config = SchedulerConfig(
+            num_blocks=most_blocks,
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=num_running,
+            max_num_batched_tokens=max(BUDGET, num_running),
+        )
+        self._scheduler = TimedScheduler(self._config)
+        self._runner = PretendRunner(self._config, tokenizer.encode(TEXT, add_special_tokens=False))
+        self._engine: Engine = Engine(
+            scheduler=self._scheduler,
+            runner=self._runner,  # pyright: ignore[reportArgumentType]
+            tokenizer=tokenizer,
+            vocab_size=tokenizer.vocab_size,
+            eos_token_ids=[],
+            seed=0,
+            max_logprobs=NUM_ALTERNATIVES,
+        )
+        self._params = SamplingParams(**params)
+        self._mixed = mixed
+        self._names = map(str, itertools.count())
+        lengths = random.Random(0)
+        num_decoding = num_running - mixed  # a mixed step has a prefill for its last row
+        self._add(*(lengths.randint(100, 500) for _ in range(num_decoding)))
+        while self._scheduler.num_waiting or any(r.count > 1 for r in self._runner.plan.rows if self._runner.plan):
+            self._engine.step()
+        self._add(*(lengths.randint(100, 500) for _ in range(num_waiting)))
+
+    def run(self, num_steps: int) -> list[StepTimes]:
+        """Times of steps of the wanted kind, after the same number of rounds to warm up."""
+        steps = self._mixed_steps() if self._mixed else self._steps()
+        next(itertools.islice(steps, 20, 20), None)
+        return list(itertools.islice(steps, num_steps))
+
+    def _add(self, *lengths: int) -> str:
+        name = ""
+        for length in lengths:
+            name = next(self._names)
+            self._engine.add_request(name, [1] * length, self._params)
+        return name
+
+    def _steps(self) -> Iterator[StepTimes]:
+        while True:
+            start = time.perf_counter()
+            self._engine.step()
+            whole = time.perf_counter() - start
+            scheduling, packing = self._scheduler.seconds, self._runner.seconds_packing
+            yield StepTimes(scheduling, packing, whole - scheduling - packing - self._runner.seconds_pretending)
+
+    def _mixed_steps(self) -> Iterator[StepTimes]:
+        """Steps that use the budget up: one long prompt after the other is prefilled beside the decodes."""
+        name = self._add(MAX_MODEL_LEN - 1)
+        for times in self._steps():
+            if self._runner.plan.num_tokens == self._config.max_num_batched_tokens:
+                yield times
+            else:
+                self._engine.abort_request(name)
+                name = self._add(MAX_MODEL_LEN - 1)
+
+
+def summary(times: list[StepTimes]) -> dict[str, tuple[float, float]]:
+    """Median and minimum of each part and of the sum, in ms."""
+    parts = {name: [getattr(t, name) for t in times] for name in (*StepTimes._fields, "total")}
+    return {name: (1e3 * statistics.median(p), 1e3 * min(p)) for name, p in parts.items()}
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    from jaxpaged.checkpoints.demo import demo_model_path
+    from jaxpaged.checkpoints.reader import open_checkpoint
+    from jaxpaged.tokenizer import Tokenizer
+
+    return Tokenizer.from_checkpoint(open_checkpoint(demo_model_path() if model == "demo" else Path(model)))
+
+
+def host(args: argparse.Namespace) -> Table:
+    tokenizer = load_tokenizer(args.model)
+    columns = ("schedule", "pack", "bookkeeping", "total")
+    table = Table(*("running", "waiting", "step", "requests"), title="ms a step: median (smallest)")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for num_running, mixed, (variant, params) in itertools.product(args.running, (False, True), VARIANTS.items()):
+        if mixed and num_running >= BUDGET:
+            continue
+        measured = summary(Measurement(tokenizer, num_running, args.waiting, params, mixed).run(args.steps))
+        kind = f"{num_running - 1} decodes, prefill to {BUDGET}" if mixed else f"{num_running} decodes"
+        figures = (f"{measured[c][0]:.3f} ({measured[c][1]:.3f})" for c in columns)
+        table.add_row(str(num_running), str(args.waiting), kind, variant, *figures)
+    return table
+
+
+# --- usage of the pool
+
+
+class Usage(NamedTuple):
+    """What a trace did to a pool."""
+
+    num_blocks: int
+    held_share: float
+    """Share of the allocated slots that hold a token, averaged over the steps."""
+    lowest_share: float
+    peak_blocks: int
+    mean_running: float
+    num_preemptions: int
+    num_steps: int
+
+
+def read_trace(path: Path) -> list[tuple[int, int]]:
+    """Prompt and output tokens of each request."""
+    with path.open(newline="") as file:
+        return [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
+
+
+def measure_usage(trace: list[tuple[int, int]], config: SchedulerConfig) -> Usage:
+    """Serves the trace, all of it there at once, one step ahead; the pretend model's tokens are all 0."""
+    scheduler = Scheduler(config)
+    for arrival, (num_prompt, num_output) in enumerate(trace):
+        params = SamplingParams(temperature=0, max_tokens=num_output)
+        words = sampling_words(params, seed=0, vocab_size=1)
+        scheduler.add(Sequence(Request(str(arrival), [0] * num_prompt, params, arrival, words)))
+    shares, running, peak = [], [], 0
+    previous: StepPlan | None = None
+    while scheduler.has_unfinished:
+        plan = scheduler.schedule()
+        if plan is not None:
+            shares.append(plan.num_tokens_held / (plan.num_blocks_used * config.block_size))
+            running.append(scheduler.num_running)
+            peak = max(peak, plan.num_blocks_used)
+        for row in previous.rows if previous else ():
+            if row.samples:
+                scheduler.append(row.sequence, 0)
+                if row.sequence.num_output_tokens == row.sequence.max_tokens and not row.sequence.num_in_flight:
+                    scheduler.finish(row.sequence)
+        previous = plan
+    return Usage(
+        config.num_blocks,
+        statistics.fmean(shares),
+        min(shares),
+        peak,
+        statistics.fmean(running),
+        scheduler.num_preemptions,
+        len(shares),
+    )
+
+
+def usage(args: argparse.Namespace) -> Table:
+    trace = read_trace(args.trace)
+    table = Table(
+        *("blocks", "slots", "slots holding a token", "lowest", "peak blocks", "running", "preemptions", "steps"),
+        title=f"{len(trace)} requests at once, blocks of {args.block_size}, at most {args.max_num_seqs} running",
+    )
+    for num_blocks in args.num_blocks:
+        config = SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=args.block_size,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=BUDGET,
+        )
+        u = measure_usage(trace, config)
+        table.add_row(
+            f"{u.num_blocks:,}",
+            f"{u.num_blocks * args.block_size:,}",
+            f"{u.held_share:.2%}",
+            f"{u.lowest_share:.2%}",
+            f"{u.peak_blocks:,}",
+            f"{u.mean_running:.1f}",
+            f"{u.num_preemptions:,}",
+            f"{u.num_steps:,}",
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="host | usage")
+    command = commands.add_parser("host", help="time of schedule(), pack() and bookkeeping in a step")
+    command.add_argument("--running", type=int, nargs="+", default=[256, 1000], help="sequences (default: 256 1000)")
+    command.add_argument("--waiting", type=int, default=0, help="requests that wait meanwhile (default: 0)")
+    command.add_argument("--steps", type=int, default=300, help="steps to measure (default: 300)")
+    command.add_argument("--model", default="demo", help="whose tokenizer: folder, .gguf or 'demo' (default: demo)")
+    command.set_defaults(run=host)
+    command = commands.add_parser("usage", help="share of the allocated KV slots that hold a token, on a trace")
+    command.add_argument("--trace", type=Path, default=TRACE, help="CSV with prompt_tokens and output_tokens")
+    command.add_argument(
+        "--num-blocks", type=int, nargs="+", default=[981, 65536], help="pools to try (default: 981 65536)"
+    )
+    command.add_argument("--block-size", type=int, default=BLOCK_SIZE, help="tokens a block (default: 16)")
+    command.add_argument("--max-num-seqs", type=int, default=256, help="most that run at once (default: 256)")
+    command.set_defaults(run=usage)
+    args = parser.parse_args()
+    Console(width=150).print(args.run(args))
+
+
+if __name__ == "__main__":
+    main()
