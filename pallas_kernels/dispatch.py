@@ -21,8 +21,10 @@ class Implementation:
     """Called with the op's arguments; returns why this implementation can't serve them, or None."""
 
 
-def choose(op: str, implementations: Sequence[Implementation], wanted: str | None, *args: Any) -> Implementation:
-    """The implementation called `wanted`, or the first that serves `args`.
+def choose(
+    op: str, implementations: Sequence[Implementation], wanted: str | None, *args: Any, **kwargs: Any
+) -> Implementation:
+    """The implementation called `wanted`, or the first that serves the arguments.
 
     Raises:
       ValueError: `wanted` is unknown, or can't serve this call; the message says why.
@@ -31,14 +33,14 @@ def choose(op: str, implementations: Sequence[Implementation], wanted: str | Non
     if wanted is not None:
         for candidate in implementations:
             if candidate.name == wanted:
-                reason = candidate.refusal(*args)
+                reason = candidate.refusal(*args, **kwargs)
                 if reason is not None:
                     raise ValueError(f"{op}: implementation={wanted!r} can't serve this call: {reason}")
                 return candidate
         raise ValueError(f"{op}: implementation={wanted!r} is unknown; choose one of {names}, or None")
     reasons = []
     for candidate in implementations:
-        reason = candidate.refusal(*args)
+        reason = candidate.refusal(*args, **kwargs)
         if reason is None:
             return candidate
         reasons.append(f"{candidate.name}: {reason}")

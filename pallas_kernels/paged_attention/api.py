@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.paged_attention.spec import AttentionSpec
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+_POOL_FLOATS = (*_FLOATS, jnp.float8_e4m3fn)
 
 
-def _always(*_: object) -> None:
+def _always(*_: object, **__: object) -> None:
     return None
 
 
@@ -29,8 +32,18 @@ def paged_attention(
     query_starts: Int32[Array, " seqs_plus_1"],
     *,
     scale: float | None = None,
+    sliding_window: int | None = None,
+    logit_soft_cap: float | None = None,
+    sinks: Float[Array, " q_heads"] | None = None,
+    k_scale: Float[Array, " kv_heads"] | None = None,
+    v_scale: Float[Array, " kv_heads"] | None = None,
+    max_query_len: int | None = None,
+    return_lse: bool = False,
     implementation: str | None = None,
-) -> Float[Array, "tokens q_heads head_dim"]:
+) -> (
+    Float[Array, "tokens q_heads head_dim"]
+    | tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]
+):
     """Causal attention of ragged queries over keys and values in a paged pool.
 
     Sequence `i` owns the queries `q[query_starts[i]:query_starts[i + 1]]`: one row for a decode, many for a
@@ -42,27 +55,63 @@ def paged_attention(
     Grouped-query attention: `q_heads` is a multiple of `kv_heads`; query head `h` reads KV head
     `h // (q_heads // kv_heads)`.
 
+    Not differentiable: it serves, it does not train.
+
     Args:
       q: queries; float32, bfloat16 or float16. Rows from `query_starts[-1]` on are padding.
-      k_pool: keys of all blocks, any of the three dtypes.
+      k_pool: keys of all blocks; one of these dtypes, or float8_e4m3fn with scales.
       v_pool: values of all blocks, shaped like `k_pool`.
       block_tables: block ids; entries past a sequence's last block are never used, but must be valid ids
         (0, the null block, by convention).
       kv_lens: tokens of each sequence that are in the pool, its queries included; 0 for a padding row.
       query_starts: where each sequence's queries start, non-decreasing from 0, `seqs + 1` entries.
       scale: factor on the scores; `head_dim ** -0.5` if None.
+      sliding_window: each query sees this many positions, its own included; all if None.
+      logit_soft_cap: scores become `cap * tanh(scores / cap)` (Gemma 2).
+      sinks: a logit for each query head that takes part in the softmax and brings no value (gpt-oss).
+      k_scale: the keys are `k_pool * k_scale`, by KV head.
+      v_scale: likewise for the values.
+      max_query_len: most queries that any sequence has, if known at trace time: 1 for a step of decodes
+        alone. It is a promise, and lets kernels do less.
+      return_lse: also return the log-sum-exp of the scores, sinks included, for `merge_attention`.
       implementation: `"reference"`, or None for the best that serves this call.
 
     Returns:
-      The attention output in `q`'s shape and dtype; zeros in padding rows.
+      The attention output in `q`'s shape and dtype, zeros in padding rows; with `return_lse` also the natural
+      log-sum-exp, float32, `-inf` in padding rows.
 
     Raises:
       ValueError: shapes or dtypes disagree, or `implementation` can't serve the call.
     """
     _check(q, k_pool, v_pool, block_tables, kv_lens, query_starts)
-    args = (q, k_pool, v_pool, block_tables, kv_lens, query_starts)
-    chosen = choose("paged_attention", IMPLEMENTATIONS, implementation, *args)
-    return chosen.run(*args, scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    _check_options(q, k_pool, sliding_window, logit_soft_cap, sinks, k_scale, v_scale, max_query_len)
+    spec = AttentionSpec(
+        scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        sliding_window=sliding_window,
+        logit_soft_cap=logit_soft_cap,
+        max_query_len=max_query_len,
+        return_lse=return_lse,
+    )
+    arrays = (q, k_pool, v_pool, block_tables, kv_lens, query_starts)
+    extras = {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
+    chosen = choose("paged_attention", IMPLEMENTATIONS, implementation, *arrays, spec, **extras)
+    out, lse = chosen.run(*jax.tree.map(_no_gradient, arrays), spec, **jax.tree.map(_no_gradient, extras))
+    return (out, lse) if return_lse else out
+
+
+@jax.custom_vjp
+def _no_gradient(x: Array) -> Array:
+    return x
+
+
+def _refuse_gradient(*_: object) -> None:
+    raise ValueError(
+        "paged_attention is not differentiable: it reads a KV cache that a training step does not have; "
+        "use dense attention where you need gradients"
+    )
+
+
+_no_gradient.defvjp(_refuse_gradient, _refuse_gradient)
 
 
 def _check(q: Array, k_pool: Array, v_pool: Array, block_tables: Array, kv_lens: Array, query_starts: Array) -> None:
@@ -71,9 +120,12 @@ def _check(q: Array, k_pool: Array, v_pool: Array, block_tables: Array, kv_lens:
     for name, (x, rank) in ranks.items():
         if x.ndim != rank:
             raise ValueError(f"paged_attention: {name} must have {rank} dimensions, not shape {x.shape}")
-    for name, x in {"q": q, "k_pool": k_pool, "v_pool": v_pool}.items():
-        if x.dtype not in _FLOATS:
-            raise ValueError(f"paged_attention: {name} must be float32, bfloat16 or float16, not {x.dtype}")
+    if q.dtype not in _FLOATS:
+        raise ValueError(f"paged_attention: q must be float32, bfloat16 or float16, not {q.dtype}")
+    if k_pool.dtype not in _POOL_FLOATS:
+        raise ValueError(
+            f"paged_attention: k_pool must be float32, bfloat16, float16 or float8_e4m3fn, not {k_pool.dtype}"
+        )
     for name, x in {"block_tables": block_tables, "kv_lens": kv_lens, "query_starts": query_starts}.items():
         if x.dtype != jnp.int32:
             raise ValueError(f"paged_attention: {name} must be int32, not {x.dtype}")
@@ -94,3 +146,27 @@ def _check(q: Array, k_pool: Array, v_pool: Array, block_tables: Array, kv_lens:
             f"paged_attention: block_tables has {seqs} rows, so kv_lens must have {seqs} entries (has "
             f"{kv_lens.shape[0]}) and query_starts {seqs + 1} (has {query_starts.shape[0]})"
         )
+
+
+def _check_options(
+    q: Array,
+    k_pool: Array,
+    sliding_window: int | None,
+    logit_soft_cap: float | None,
+    sinks: Array | None,
+    k_scale: Array | None,
+    v_scale: Array | None,
+    max_query_len: int | None,
+) -> None:
+    for name, value in {"sliding_window": sliding_window, "max_query_len": max_query_len}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"paged_attention: {name}={value} must be at least 1, or None")
+    if logit_soft_cap is not None and not logit_soft_cap > 0:
+        raise ValueError(f"paged_attention: logit_soft_cap={logit_soft_cap} must be above 0, or None")
+    for name, x, size in (
+        ("sinks", sinks, q.shape[1]),
+        ("k_scale", k_scale, k_pool.shape[2]),
+        ("v_scale", v_scale, k_pool.shape[2]),
+    ):
+        if x is not None and x.shape != (size,):
+            raise ValueError(f"paged_attention: {name} must have shape ({size},), one a head, not {x.shape}")

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_kernels.paged_attention.spec import AttentionSpec
+
 _QUERY_TILE = 16
 _KV_CHUNK_TOKENS = 128
 
@@ -47,33 +49,42 @@ def paged_attention_reference(
     block_tables: Int32[Array, "seqs table_width"],
     kv_lens: Int32[Array, " seqs"],
     query_starts: Int32[Array, " seqs_plus_1"],
+    spec: AttentionSpec,
     *,
-    scale: float,
-) -> Float[Array, "tokens q_heads head_dim"]:
-    """See `pallas_kernels.paged_attention`."""
+    sinks: Float[Array, " q_heads"] | None = None,
+    k_scale: Float[Array, " kv_heads"] | None = None,
+    v_scale: Float[Array, " kv_heads"] | None = None,
+) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]:
+    """Output and log-sum-exp; see `pallas_kernels.paged_attention`."""
     num_queries, q_heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_pool.shape
-    num_seqs, table_width = block_tables.shape
-    tile = 1 if num_queries <= num_seqs else _QUERY_TILE
+    table_width = block_tables.shape[1]
+    tile = min(_QUERY_TILE, num_queries if spec.max_query_len is None else spec.max_query_len)
     tiles = _cut(query_starts, kv_lens, num_queries, tile)
 
     chunk_blocks = min(table_width, max(1, _KV_CHUNK_TOKENS // block_size))
     chunk = chunk_blocks * block_size
     tables = jnp.pad(block_tables, ((0, 0), (0, -table_width % chunk_blocks)))[tiles.seq]
     tile_ends = jnp.max(jnp.where(tiles.valid, tiles.position + 1, 0), axis=1)  # KV tokens that a tile sees
+    window = spec.sliding_window or table_width * block_size
 
     grouped = q[tiles.query].reshape(-1, tile, kv_heads, q_heads // kv_heads, head_dim)
-    grouped = grouped.astype(jnp.float32) * scale
+    grouped = grouped.astype(jnp.float32) * spec.scale
 
     def walk(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         maximum, total, acc = state
         blocks = jax.lax.dynamic_slice_in_dim(tables, i * chunk_blocks, chunk_blocks, axis=1)
         k, v = (p[blocks].reshape(-1, chunk, kv_heads, head_dim).astype(jnp.float32) for p in (k_pool, v_pool))
         kv_position = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
-        seen = tiles.valid[:, :, None] & (kv_position <= tiles.position[:, :, None])  # [tiles, tile, chunk]
-        # Slots past the tile's end may hold anything, NaN included, and 0 * NaN is NaN.
-        v = jnp.where((kv_position < tile_ends[:, None])[:, :, None, None], v, 0)
+        distance = tiles.position[:, :, None] - kv_position
+        seen = tiles.valid[:, :, None] & (distance >= 0) & (distance < window)  # [tiles, tile, chunk]
+        # Slots that nobody sees may hold anything, NaN included, and 0 * NaN is NaN.
+        v = jnp.where(seen.any(axis=1)[:, :, None, None], v, 0)
+        if k_scale is not None:
+            k = k * k_scale[:, None]
         scores = jnp.einsum("nthgd,nchd->nhgtc", grouped, k, precision="highest")
+        if spec.logit_soft_cap is not None:
+            scores = spec.logit_soft_cap * jnp.tanh(scores / spec.logit_soft_cap)
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
         new_maximum = jnp.maximum(maximum, scores.max(axis=-1))
         finite = jnp.where(jnp.isneginf(new_maximum), 0, new_maximum)
@@ -84,9 +95,24 @@ def paged_attention_reference(
 
     rows = (tables.shape[0], kv_heads, q_heads // kv_heads, tile)
     state = (jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
-    num_chunks = (tile_ends.max() + chunk - 1) // chunk
-    _, total, acc = jax.lax.fori_loop(0, num_chunks, walk, state)
+    first = jnp.where(tiles.valid, tiles.position - (window - 1), jnp.iinfo(jnp.int32).max).min().clip(0) // chunk
+    end = (tile_ends.max() + chunk - 1) // chunk
+    maximum, total, acc = jax.lax.fori_loop(first, end, walk, state)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(kv_heads, -1, 1)
+        new_maximum = jnp.maximum(maximum, sinks)
+        decay = jnp.exp(maximum - new_maximum)
+        maximum, total = new_maximum, total * decay + jnp.exp(sinks - new_maximum)
+        acc = acc * decay[..., None]
+    if v_scale is not None:
+        acc = acc * v_scale[:, None, None, None]
+    lse = maximum + jnp.log(total)
     out = acc / jnp.where(total > 0, total, 1)[..., None]
-    out = out.transpose(0, 3, 1, 2, 4).reshape(-1, q_heads, head_dim).astype(q.dtype)
+
     target = jnp.where(tiles.valid, tiles.query, num_queries).reshape(-1)  # padding is dropped
-    return jnp.zeros_like(q).at[target].set(out, mode="drop")
+    out = out.transpose(0, 3, 1, 2, 4).reshape(-1, q_heads, head_dim).astype(q.dtype)
+    lse = lse.transpose(0, 3, 1, 2).reshape(-1, q_heads)
+    return (
+        jnp.zeros_like(q).at[target].set(out, mode="drop"),
+        jnp.full((num_queries, q_heads), -jnp.inf).at[target].set(lse, mode="drop"),
+    )

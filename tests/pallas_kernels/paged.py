@@ -55,12 +55,22 @@ def make_case(
     return Case(q, *pools, tables, np.array([*kv_lens, *[0] * padding_rows]), starts)
 
 
-def dense_attention(case: Case, scale: float | None = None) -> np.ndarray:
-    """What the op must give: each sequence by itself, float64, zeros in padding rows."""
-    _, q_heads, head_dim = case.q.shape
+def dense_attention(
+    case: Case,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    logit_soft_cap: float | None = None,
+    sinks: np.ndarray | None = None,
+    k_scale: np.ndarray | None = None,
+    v_scale: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the op must give, each sequence by itself, in float64: output (zeros in padding) and log-sum-exp."""
+    tokens, q_heads, head_dim = case.q.shape
     block_size, kv_heads = case.k_pool.shape[1:3]
-    out = np.zeros(case.q.shape)
+    out, lse = np.zeros(case.q.shape), np.full((tokens, q_heads), -np.inf)
     scale = head_dim**-0.5 if scale is None else scale
+    k_scale, v_scale = (np.ones(kv_heads) if s is None else np.asarray(s, np.float64) for s in (k_scale, v_scale))
+    sinks = np.full(q_heads, -np.inf) if sinks is None else np.asarray(sinks, np.float64)
     for i, n in enumerate(case.kv_lens):
         lo, hi = case.query_starts[i : i + 2]
         if lo == hi:
@@ -68,11 +78,18 @@ def dense_attention(case: Case, scale: float | None = None) -> np.ndarray:
         positions = np.arange(n)
         where = (case.block_tables[i, positions // block_size], positions % block_size)
         k, v = (
-            pool[where].astype(np.float64).repeat(q_heads // kv_heads, axis=1) for pool in (case.k_pool, case.v_pool)
+            (pool[where].astype(np.float64) * s[:, None]).repeat(q_heads // kv_heads, axis=1)
+            for pool, s in ((case.k_pool, k_scale), (case.v_pool, v_scale))
         )
         scores = np.einsum("qhd,khd->hqk", case.q[lo:hi].astype(np.float64), k) * scale
-        query_positions = np.arange(n - (hi - lo), n)
-        scores = np.where(positions <= query_positions[:, None], scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        out[lo:hi] = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
-    return out
+        if logit_soft_cap is not None:
+            scores = logit_soft_cap * np.tanh(scores / logit_soft_cap)
+        distance = np.arange(n - (hi - lo), n)[:, None] - positions
+        seen = (distance >= 0) & (distance < (sliding_window or n))
+        scores = np.where(seen, scores, -np.inf)
+        maximum = np.maximum(scores.max(-1), sinks[:, None])
+        weights = np.exp(scores - maximum[..., None])
+        total = weights.sum(-1) + np.exp(sinks[:, None] - maximum)
+        out[lo:hi] = np.einsum("hqk,khd->qhd", weights / total[..., None], v)
+        lse[lo:hi] = (maximum + np.log(total)).T
+    return out, lse

@@ -22,12 +22,14 @@ BATCHES = {
 
 
 def check(case, implementation, dtype="float32", **options):
-    out = paged_attention(*case.arrays(dtype), implementation=implementation, **options)
+    out, lse = paged_attention(*case.arrays(dtype), implementation=implementation, return_lse=True, **options)
     assert out.dtype == dtype
-    expected = dense_attention(case, options.get("scale"))
+    options.pop("max_query_len", None)
+    expected, expected_lse = dense_attention(case, **options)
     error = np.abs(np.asarray(out, np.float64) - expected)
     assert np.isfinite(error).all()
     assert error.max() < TOLERANCE[dtype] * max(1.0, np.abs(expected).max())
+    np.testing.assert_allclose(lse, expected_lse, atol=10 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -60,8 +62,52 @@ def test_padding_of_rows_tokens_and_tables(padding, implementation):
     check(case, implementation)
 
 
-def test_scale(implementation):
-    check(make_case(np.random.default_rng(5), [30], [30]), implementation, scale=0.5)
+FEATURES = {
+    "scale": {"scale": 0.5},
+    "window": {"sliding_window": 20},
+    "window of one": {"sliding_window": 1},
+    "window wider than all": {"sliding_window": 1000},
+    "soft cap": {"logit_soft_cap": 2.0, "scale": 3.0},
+    "sinks": {"sinks": np.array([-3.0, 0.0, 2.0, 200.0], np.float32)},
+    "all": {"sliding_window": 33, "logit_soft_cap": 5.0, "sinks": np.array([0.5, -1.0, 1.0, 2.0], np.float32)},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(feature, implementation):
+    case = make_case(np.random.default_rng(5), [300, 5, 48, 129, 90], [1, 5, 1, 40, 1])
+    check(case, implementation, **FEATURES[feature])
+
+
+def test_what_a_window_hides_may_be_poisoned(implementation):
+    case = make_case(np.random.default_rng(8), [100, 70], [3, 1], table_slack=0)
+    for i, (n, queries) in enumerate([(100, 3), (70, 1)]):
+        for position in range(n - queries + 1 - 16):
+            block = case.block_tables[i, position // 16]
+            case.k_pool[block, position % 16] = case.v_pool[block, position % 16] = np.nan
+    out = paged_attention(*case.arrays("float32"), sliding_window=16, implementation=implementation)
+    assert np.isfinite(np.asarray(out)).all()
+
+
+def test_decodes_alone_may_be_announced(implementation):
+    case = make_case(np.random.default_rng(9), [1, 40, 129], [1, 1, 1])
+    check(case, implementation, max_query_len=1)
+
+
+def test_fp8_pools_with_scales(implementation):
+    case = make_case(np.random.default_rng(10), [40, 100, 7], [1, 30, 7])
+    arrays = list(case.arrays("float32"))
+    arrays[1:3] = (x.astype(jnp.float8_e4m3fn) for x in arrays[1:3])
+    case.k_pool, case.v_pool = (np.asarray(x, np.float32) for x in arrays[1:3])
+    scales = {"k_scale": np.array([0.5, 2.0], np.float32), "v_scale": np.array([3.0, 0.25], np.float32)}
+    out = paged_attention(*arrays, **scales, implementation=implementation)
+    np.testing.assert_allclose(out, dense_attention(case, **scales)[0], atol=1e-5)
+
+
+def test_gradients_are_refused(implementation):
+    arrays = make_case(np.random.default_rng(11), [9], [9]).arrays("float32")
+    with pytest.raises(ValueError, match="paged_attention is not differentiable"):
+        jax.grad(lambda q: paged_attention(q, *arrays[1:], implementation=implementation).sum())(arrays[0])
 
 
 def test_random_shapes(implementation):
@@ -75,7 +121,7 @@ def test_random_shapes(implementation):
 def test_runs_inside_the_users_jit(implementation):
     case = make_case(np.random.default_rng(7), [30, 9], [1, 9])
     jitted = jax.jit(lambda *a: paged_attention(*a, implementation=implementation))
-    assert np.abs(np.asarray(jitted(*case.arrays("float32"))) - dense_attention(case)).max() < 1e-5
+    assert np.abs(np.asarray(jitted(*case.arrays("float32"))) - dense_attention(case)[0]).max() < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -89,6 +135,12 @@ def test_runs_inside_the_users_jit(implementation):
         ({"kv_lens": jnp.zeros(5, jnp.int32)}, "kv_lens must have 1 entries"),
         ({"query_starts": jnp.zeros(1, jnp.int32)}, "query_starts 2"),
         ({"block_tables": jnp.zeros((1, 2), jnp.float32)}, "block_tables must be int32"),
+        ({"v_pool": jnp.zeros((3, 16, 2, 16), jnp.bfloat16)}, "must agree in shape and dtype"),
+        ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
+        ({"max_query_len": -1}, "max_query_len=-1 must be at least 1"),
+        ({"logit_soft_cap": 0.0}, "logit_soft_cap=0.0 must be above 0"),
+        ({"sinks": jnp.zeros(2)}, r"sinks must have shape \(4,\)"),
+        ({"k_scale": jnp.zeros(4)}, r"k_scale must have shape \(2,\)"),
         ({"implementation": "magic"}, "implementation='magic' is unknown; choose one of 'reference'"),
     ],
 )
