@@ -25,10 +25,12 @@ _SAMPLING_WORDS = _SAMPLING.size // 4
 
 
 class Bucket(NamedTuple):
-    """A padded shape: tokens and rows of a step. One executable each."""
+    """A padded shape of a step. One executable each."""
 
     tokens: int
     rows: int
+    decode: bool
+    """Whether every row has one token at most."""
 
 
 class StepShape(NamedTuple):
@@ -68,8 +70,8 @@ class Buckets:
     """
 
     def __init__(self, row_sizes: Iterable[int], token_sizes: Iterable[int]) -> None:
-        self.decode = tuple(Bucket(r, r) for r in sorted(set(row_sizes)))
-        self.mixed = tuple(Bucket(t, self.decode[-1].rows) for t in sorted(set(token_sizes)))
+        self.decode = tuple(Bucket(r, r, True) for r in sorted(set(row_sizes)))
+        self.mixed = tuple(Bucket(t, self.decode[-1].rows, False) for t in sorted(set(token_sizes)))
 
     @classmethod
     def for_limits(cls, max_num_seqs: int, max_num_batched_tokens: int, *, smallest: int, ratio: int) -> Buckets:
@@ -129,7 +131,7 @@ def unpack(buffer: Any, bucket: Bucket, shape: StepShape) -> StepInputs:
 
 @functools.cache
 def _layout(bucket: Bucket, shape: StepShape) -> list[tuple[tuple[int, ...], int]]:
-    t, r = bucket
+    t, r, _ = bucket
     dims = [(t,), (t,), (t,), (t,), (r + 1,), (r,), (r, shape.table_width), (r,), (r, _SAMPLING_WORDS), (1,)]
     return [(d, int(np.prod(d))) for d in dims]
 
@@ -138,38 +140,51 @@ def pack(plan: StepPlan, bucket: Bucket, shape: StepShape) -> np.ndarray:
     """The step's arrays in one int32 buffer, padding included."""
     buffer = np.zeros(buffer_size(bucket, shape), np.int32)
     x = unpack(buffer, bucket, shape)  # views: writing a field writes the buffer
-    rows, num_tokens, num_rows = plan.rows, plan.num_tokens, len(plan.rows)
-    assert NULL_BLOCK == 0, "tables are padded by zeroing"
-
-    counts = np.fromiter((r.count for r in rows), np.int32, num_rows)
-    starts = np.fromiter((r.start for r in rows), np.int32, num_rows)
-    x.query_starts[1 : num_rows + 1] = np.cumsum(counts)
+    num_tokens, num_rows = plan.num_tokens, len(plan.rows)
+    _, start_column, count_column, _, sources = zip(*plan.rows, strict=True)
+    starts, counts = np.array(start_column, np.int32), np.array(count_column, np.int32)
+    x.query_starts[1 : num_rows + 1] = counts.cumsum()
     x.query_starts[num_rows + 1 :] = num_tokens
     x.kv_lens[:num_rows] = x.sample_positions[:num_rows] = starts + counts
-    first = x.query_starts[:num_rows]
+    first, last = x.query_starts[:num_rows], x.query_starts[1 : num_rows + 1] - 1
 
     x.sources[:] = -1
-    last = x.query_starts[1 : num_rows + 1] - 1
-    x.sources[last] = np.fromiter((r.source for r in rows), np.int32, num_rows)
-    row_of_token = np.repeat(np.arange(num_rows), counts)
-    positions = np.arange(num_tokens, dtype=np.int32) + (starts - first)[row_of_token]
+    x.sources[last] = sources
+    row_of_token = np.arange(num_rows).repeat(counts)
+    positions = np.arange(num_tokens) + (starts - first)[row_of_token]
     x.positions[:num_tokens] = positions
 
-    for i, (sequence, start, count, _, source) in enumerate(rows):
-        table = sequence.block_table
-        x.block_tables[i, : len(table)] = table
-        known = count - (source >= 0)
-        if count == 1:
-            if known:
-                x.tokens[first[i]] = sequence.token_ids[start]
-        else:
-            x.tokens[first[i] : first[i] + known] = sequence.token_ids[start : start + known]
-
+    _copy_rows(plan, x, shape.table_width)
     blocks = x.block_tables[row_of_token, positions // shape.block_size]
     x.slots[:num_tokens] = blocks * shape.block_size + positions % shape.block_size
     x.slots[num_tokens:] = shape.num_slots
-    packed = b"".join([r.sequence.request.sampling_words for r in rows])
-    x.sampling[:num_rows] = np.frombuffer(packed, np.int32).reshape(num_rows, -1)
     x.sampling[num_rows:, 2] = np.float32(1).view(np.int32)  # top_p of padding: greedy rows, nothing cut
-    x.num_logprobs[0] = max((r.sequence.request.params.logprobs or 0 for r in rows if r.samples), default=0)
     return buffer
+
+
+def _copy_rows(plan: StepPlan, x: StepInputs, table_width: int) -> None:
+    """Copies what lies with the sequences: known tokens, block tables, sampling words, number of alternatives."""
+    assert NULL_BLOCK == 0, "tables are padded by zeroing"
+    # For many short copies a memoryview costs a fraction of a numpy array.
+    tokens, tables = _words(x.tokens), _words(x.block_tables)
+    token = entry = num_logprobs = 0
+    sampling = []
+    for sequence, start, count, samples, source in plan.rows:
+        known = count if source < 0 else count - 1
+        if known:
+            tokens[token : token + known] = sequence.token_ids[start : start + known]
+        token += count
+        table = sequence.block_table
+        tables[entry : entry + len(table)] = table
+        entry += table_width
+        request = sequence.request
+        sampling.append(request.sampling_words)
+        if samples and request.params.logprobs:
+            num_logprobs = max(num_logprobs, request.params.logprobs)
+    x.sampling[: len(sampling)] = np.frombuffer(b"".join(sampling), np.int32).reshape(-1, _SAMPLING_WORDS)
+    x.num_logprobs[0] = num_logprobs
+
+
+def _words(field: np.ndarray) -> memoryview:
+    """The field's entries, writable from an `array("i")`."""
+    return memoryview(field.reshape(-1)).cast("B").cast("i")

@@ -138,6 +138,8 @@ def _num_pool_blocks(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype,
         budget = _CPU_POOL_BYTES
     if budget is None:
         stats = jax.devices()[0].memory_stats()
+        if not stats:
+            raise ValueError("the device does not tell its memory size; give num_kv_blocks or kv_cache_memory_bytes")
         step = temporaries()
         share = int(config.gpu_memory_utilization * stats["bytes_limit"])
         budget = share - stats["bytes_in_use"] - step
@@ -147,9 +149,13 @@ def _num_pool_blocks(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype,
         )
     num_blocks = kv_cache.blocks_in(max(budget, 0), model, config.block_size, dtype)
     if num_blocks < 2:
+        least = 2 * config.block_size * model.kv_bytes_per_token(dtype.itemsize)
+        needs = f"but the least KV pool, two blocks of {config.block_size} tokens, takes {least} bytes"
+        if config.kv_cache_memory_bytes is not None:
+            raise ValueError(f"kv_cache_memory_bytes={budget} is given, {needs}; raise it")
         raise ValueError(
-            f"{max(budget, 0) / 2**20:.0f} MiB are left for the KV pool, less than two blocks of {config.block_size} "
-            "tokens; raise gpu_memory_utilization or kv_cache_memory_bytes, or lower max_num_batched_tokens"
+            f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {max(budget, 0)} bytes, {needs}; raise it, "
+            "or lower max_num_batched_tokens or max_num_seqs"
         )
     return num_blocks
 

@@ -41,12 +41,12 @@ def _sampling(help: str, **rules: Any) -> Any:
 
 Model = Annotated[str, _engine("Folder with safetensors, a .gguf file, or 'demo' (SmolLM2-135M-Instruct).")]
 Dtype = Annotated[DType, _engine("Dtype of weights, activations and KV cache.")]
-MaxModelLen = Annotated[int | None, _engine("Longest prompt + output, tokens.  [default: the model's]")]
+MaxModelLen = Annotated[int | None, _engine("Longest prompt + output, tokens; the model's own limit if not given.")]
 BlockSize = Annotated[int, _engine("Tokens a KV block: 8, 16, 32, 64 or 128.")]
-NumKvBlocks = Annotated[int | None, _engine("Blocks of the KV pool.  [default: what fits]")]
+NumKvBlocks = Annotated[int | None, _engine("Blocks of the KV pool; as many as fit if not given.")]
 MemoryShare = Annotated[float, _engine("Share of the GPU memory for weights, pool and temporaries, in (0, 1].")]
-MaxNumSeqs = Annotated[int | None, _engine("Most sequences at once.  [default: 256, on a CPU 32]")]
-TokenBudget = Annotated[int | None, _engine("Token budget of a step.  [default: 2048, on a CPU 256]")]
+MaxNumSeqs = Annotated[int | None, _engine("Most sequences at once; 256 if not given, 32 on a CPU.")]
+TokenBudget = Annotated[int | None, _engine("Token budget of a step; 2048 if not given, 256 on a CPU.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what loads and how long it takes.")]
 
 MaxTokens = Annotated[int, _sampling("Most tokens to generate.", min=1)]

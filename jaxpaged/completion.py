@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Ids
 from typing import NamedTuple
 
-from jaxpaged.detokenizer import IncrementalDetokenizer, StopStringMatcher
+from jaxpaged.detokenizer import IncrementalDetokenizer, StopStringMatcher, token_texts
 from jaxpaged.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
 from jaxpaged.request import Sequence
 from jaxpaged.tokenizer import Tokenizer
@@ -17,6 +18,7 @@ class TokenRating(NamedTuple):
     logprob: float
     rank: int
     top_ids: Ids[int]
+    """Alternatives, best first: at least as many as the request asks for."""
     top_logprobs: Ids[float]
 
 
@@ -30,39 +32,42 @@ class Completion:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._prompt = prompt
-        self._tokenizer = tokenizer
+        self._params = params
+        self._token_texts = token_texts(tokenizer)
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        self._stop_ids = frozenset(params.stop_ids)
+        self._end_ids = self._eos.union(params.stop_ids)
         self._detokenizer = None
         if params.detokenize:
             self._detokenizer = IncrementalDetokenizer(
                 tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
             )
+        self._stop_strings = params.stop_strings
         self._stops = StopStringMatcher(params.stop_strings, include_stop=params.include_stop_str_in_output)
         self._pieces: list[str] = []
         self._num_taken = 0  # pieces that take_text has handed out
         self._cumulative_logprob = 0.0
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
-        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
-        if params.prompt_logprobs is not None:
-            self._prompt_logprobs = [None] * sequence.num_prompt_tokens
+        unrated: list[TokenLogprobs | None] = [None] * sequence.num_prompt_tokens
+        self._prompt_logprobs = None if params.prompt_logprobs is None else unrated
 
     def append(self, token_id: int, rating: TokenRating) -> bool:
         """Takes in the sequence's newest token; True if it ends the completion."""
-        params = self.sequence.request.params
+        params, sequence = self._params, self.sequence
         self._cumulative_logprob += rating.logprob
         if self._logprobs is not None:
             self._logprobs.append(self._entry(token_id, rating, params.logprobs))
-        num_output = len(self.sequence.token_ids) - self.sequence.num_prompt_tokens
-        ends = num_output >= params.min_tokens and (token_id in self._eos or token_id in self._stop_ids)
+        num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
+        ends = token_id in self._end_ids and num_output >= params.min_tokens
         if ends:
             self.stop_reason = None if token_id in self._eos else token_id
-        if not ends or params.include_stop_str_in_output:
-            self._decode(token_id, search_stops=num_output > params.min_tokens)
-        if self.finish_reason is None and ends:
-            self.finish("stop")
-        elif self.finish_reason is None and num_output >= self.sequence.max_tokens:
-            self.finish("length")
+        if self._detokenizer is not None and (not ends or params.include_stop_str_in_output):
+            piece = self._detokenizer.push(token_id)
+            if self._stop_strings:
+                counts = num_output > params.min_tokens
+                piece = self._match(piece) if counts else self._stops.pass_over(piece)
+            self._pieces.append(piece)
+        if self.finish_reason is None and (ends or num_output >= sequence.max_tokens):
+            self.finish("stop" if ends else "length")
         return self.finish_reason is not None
 
     def finish(self, reason: FinishReason) -> None:
@@ -106,12 +111,6 @@ class Completion:
             num_preemptions=sequence.num_preemptions,
         )
 
-    def _decode(self, token_id: int, *, search_stops: bool) -> None:
-        if self._detokenizer is None:
-            return
-        piece = self._detokenizer.push(token_id)
-        self._pieces.append(self._match(piece) if search_stops else piece)
-
     def _match(self, piece: str) -> str:
         """Text that is safe to show; ends the completion at a stop string."""
         safe, stop = self._stops.push(piece)
@@ -121,14 +120,15 @@ class Completion:
 
     def _entry(self, token_id: int, rating: TokenRating, num_alternatives: int | None) -> TokenLogprobs:
         """The token first, then the best alternatives."""
-        entry = {token_id: self._logprob(token_id, rating.logprob, rating.rank)}
-        for rank, (i, logprob) in enumerate(zip(rating.top_ids, rating.top_logprobs, strict=True), start=1):
-            if rank > (num_alternatives or 0):
-                break
-            entry.setdefault(int(i), self._logprob(int(i), float(logprob), rank))
+        text_of = self._token_texts.alone if self._params.detokenize else _no_text
+        token = Logprob(rating.logprob, rating.rank, text_of(token_id))
+        ids = rating.top_ids[: num_alternatives or 0]
+        top = map(Logprob, rating.top_logprobs, itertools.count(1), map(text_of, ids))
+        entry = {token_id: token}
+        entry.update(zip(ids, top, strict=True))
+        entry[token_id] = token  # rather than itself as an alternative
         return entry
 
-    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
-        decode = self.sequence.request.params.detokenize
-        text = self._tokenizer.decode([token_id], skip_special_tokens=False) if decode else None
-        return Logprob(logprob, rank, text)
+
+def _no_text(token_id: int) -> None:
+    """Stands for a token's text where nothing is detokenised."""

@@ -53,7 +53,7 @@ class EngineConfig:
             raise ValueError(f"model={self.model!r} must be a path, or 'demo'")
         if self.dtype not in get_args(DType):
             raise ValueError(f"dtype={self.dtype!r} is unknown; choose one of {', '.join(get_args(DType))}")
-        if self.block_size not in BLOCK_SIZES:
+        if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size={self.block_size!r} must be one of {', '.join(map(str, BLOCK_SIZES))}")
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "max_num_seqs"):
             _check_integer(name, getattr(self, name), minimum=1, optional=True)

@@ -6,8 +6,12 @@ first. A sequence that turns out to have ended has one row too many in flight, w
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import numbers
+from collections.abc import Iterator
 from collections.abc import Sequence as Ids
+from itertools import count
 
 from jaxpaged import batch
 from jaxpaged.completion import Completion, TokenRating
@@ -64,12 +68,15 @@ class Engine:
         """
         if request_id in self._completions:
             raise ValueError(f"request_id={request_id!r} is in use by a request that still runs; choose another")
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params={params!r:.80} must be a SamplingParams")
         validate_for(params, self._vocab_size, self._max_logprobs)
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
         if not token_ids:
             raise ValueError(f"prompt={prompt!r} has no tokens; give at least one")
         arrival = self._num_requests
-        seed = params.seed if params.seed_words is not None else self._own_seed(arrival)
+        words = params.seed_words
+        seed = self._own_seed(arrival) if words is None else words[0] << 32 | words[1]
         request = Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -95,13 +102,21 @@ class Engine:
             self.scheduler.finish(completion.sequence)
 
     def step(self) -> list[Completion]:
-        """Dispatches a step, reads the one before, and returns the completions that it advanced."""
-        plan = self.scheduler.schedule()
-        previous, self._in_flight = self._in_flight, None
-        if plan is not None:
-            self._stats.add(plan, self.scheduler.config.block_size)
-            self._in_flight = self.runner.dispatch(plan)
-        return [] if previous is None else self._take_in(previous.plan, previous.read())
+        """Dispatches a step, reads the one before, and returns the completions that it advanced.
+
+        If the step fails or is interrupted, all requests end as aborted before the error goes on; the engine then
+        serves new ones.
+        """
+        try:
+            plan = self.scheduler.schedule()
+            previous, self._in_flight = self._in_flight, None
+            if plan is not None:
+                self._stats.add(plan, self.scheduler.config.block_size)
+                self._in_flight = self.runner.dispatch(plan)
+            return [] if previous is None else self._take_in(previous.plan, previous.read())
+        except BaseException:
+            self._start_over()
+            raise
 
     def cache_stats(self) -> CacheStats:
         """The KV pool now and over the engine's life."""
@@ -116,36 +131,53 @@ class Engine:
             num_steps=self._stats.num_steps,
         )
 
+    def _start_over(self) -> None:
+        """Drops all requests and books: a step that broke off may have left the books half written, or its tokens."""
+        num_preemptions = self.scheduler.num_preemptions
+        self.scheduler = Scheduler(self.scheduler.config)
+        self.scheduler.num_preemptions = num_preemptions
+        self._in_flight = None
+        self.runner.recover()
+        dropped, self._completions = self._completions, {}
+        for completion in dropped.values():
+            if completion.finish_reason is None:
+                completion.finish("abort")
+
     def _take_in(self, plan: StepPlan, result: StepResult) -> list[Completion]:
         advanced = []
         offset = 0
-        for i, row in enumerate(plan.rows):
-            completion = self._completions.get(row.sequence.request.request_id)
-            if completion is not None and completion.sequence is row.sequence:
+        wanted = 0
+        if result.rating.top_ids.size:
+            wanted = max(row.sequence.request.params.logprobs or 0 for row in plan.rows)
+        ratings = _ratings(result.rating, 0, len(plan.rows), wanted)
+        # The arrays are padded, and may be longer than the rows.
+        for row, token_id, rating in zip(plan.rows, result.token_ids.tolist(), ratings, strict=False):
+            sequence = row.sequence
+            completion = self._completions.get(sequence.request.request_id)
+            if completion is not None and completion.sequence is sequence:
                 if result.prompt is not None and wants_prompt_logprobs(row):
                     _rate_prompt(completion, row, result.prompt, offset)
                 if row.samples:
-                    self._append(completion, int(result.token_ids[i]), _rating(result.rating, i))
+                    self.scheduler.append(sequence, token_id)
+                    if completion.append(token_id, rating):
+                        self.scheduler.finish(sequence)
+                        del self._completions[sequence.request.request_id]
                     advanced.append(completion)
             offset += row.count
         return advanced
-
-    def _append(self, completion: Completion, token_id: int, rating: TokenRating) -> None:
-        self.scheduler.append(completion.sequence, token_id)
-        if completion.append(token_id, rating):
-            self.scheduler.finish(completion.sequence)
-            del self._completions[completion.sequence.request.request_id]
 
     def _own_seed(self, arrival: int) -> int:
         """A request's seed where it brings none: the same for the same engine seed and order of requests."""
         return int.from_bytes(hashlib.sha256(f"{self._seed} {arrival}".encode()).digest()[:8])
 
     def _checked_ids(self, prompt: Ids[int]) -> list[int]:
-        ids = list(prompt)
-        for i, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_size:
-                raise ValueError(f"prompt[{i}]={token!r} must be a token id from 0 to {self._vocab_size - 1}")
-        return ids
+        if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Ids):
+            raise ValueError(f"prompt={prompt!r:.80} must be text or a list of token ids")
+        for i, token in enumerate(prompt):
+            is_id = isinstance(token, numbers.Integral) and not isinstance(token, bool)
+            if not is_id or not 0 <= token < self._vocab_size:
+                raise ValueError(f"prompt[{i}]={token!r:.80} must be a token id from 0 to {self._vocab_size - 1}")
+        return [int(token) for token in prompt]
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Bad words as token ids, each as it stands and, where that differs, after a space."""
@@ -177,14 +209,18 @@ class _PoolStats:
         self._allocated += plan.num_blocks_used * block_size
 
 
-def _rating(rating: Rating, i: int) -> TokenRating:
-    return TokenRating(float(rating.logprobs[i]), int(rating.ranks[i]), rating.top_ids[i], rating.top_logprobs[i])
+def _ratings(rating: Rating, first: int, num: int, num_alternatives: int) -> Iterator[TokenRating]:
+    """Ratings of `num` tokens, converted an array at a time: number by number costs several times as much."""
+    rows = slice(first, first + num)
+    tops = (array[rows, :num_alternatives].tolist() for array in (rating.top_ids, rating.top_logprobs))
+    columns = zip(rating.logprobs[rows].tolist(), rating.ranks[rows].tolist(), *tops, strict=True)
+    return map(functools.partial(tuple.__new__, TokenRating), columns)
 
 
 def _rate_prompt(completion: Completion, row: Row, rating: Rating, offset: int) -> None:
     """Hands the completion the ratings of the prompt tokens that follow the row's tokens."""
     last = row.sequence.num_prompt_tokens - 1
-    for j, token in enumerate(prompt_targets(row)):
-        position = row.start + 1 + j
+    ratings = _ratings(rating, offset, row.count, row.sequence.request.params.prompt_logprobs or 0)
+    for position, token, rated in zip(count(row.start + 1), prompt_targets(row).tolist(), ratings, strict=False):
         if position <= last:
-            completion.rate_prompt_token(position, int(token), _rating(rating, offset + j))
+            completion.rate_prompt_token(position, token, rated)

@@ -55,7 +55,9 @@ class StepFunctions:
         self.traces["forward"] += 1
         x = batch.unpack(buffer, bucket, self.shape)
         tokens = jnp.where(x.sources >= 0, previous[x.sources.clip(0)], x.tokens)
-        attend = PagedAttend(x.slots, x.block_tables, x.kv_lens, x.query_starts)
+        attend = PagedAttend(
+            x.slots, x.block_tables, x.kv_lens, x.query_starts, max_query_len=1 if bucket.decode else None
+        )
         hidden, cache = self.module.apply(params, tokens, x.positions, cache, attend)
         logits = self.module.apply(params, hidden[x.last_tokens], method="logits")
         return ForwardOutput(hidden, logits, _sampling_inputs(x), cache)
@@ -115,7 +117,7 @@ class Executables:
                 if bucket.rows not in sample:
                     lowered = jax.jit(functions.sample).lower(out.logits, out.logits, out.sampling)
                     sample[bucket.rows] = pool.submit(lowered.compile)
-                if bucket.tokens > bucket.rows:
+                if not bucket.decode:
                     lowered = jax.jit(functions.prompt_logprobs).lower(params, out.hidden, _ints(bucket.tokens))
                     prompt_logprobs[bucket.tokens] = pool.submit(lowered.compile)
         self.forward = {key: future.result() for key, future in forward.items()}

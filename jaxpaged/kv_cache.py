@@ -6,6 +6,8 @@ Layout: `[blocks, block_size, kv_heads, head_dim]`. A token's keys in a layer ar
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -27,18 +29,28 @@ KVCache = tuple[LayerKV, ...]
 """The pools of all layers: a pytree that a jitted step takes by donation and gives back."""
 
 
-class PagedAttend(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    meta_fields=["max_query_len"],
+    data_fields=["slots", "block_tables", "kv_lens", "query_starts"],
+)
+@dataclasses.dataclass(frozen=True)
+class PagedAttend:
     """The `attend` of a model over the pool: where a flat batch of tokens lies; see `pallas_kernels`."""
 
     slots: Int32[Array, " tokens"]
     block_tables: Int32[Array, "seqs table_width"]
     kv_lens: Int32[Array, " seqs"]
     query_starts: Int32[Array, " seqs_plus_1"]
+    max_query_len: int | None = None
 
     def __call__(self, q: Array, k: Array, v: Array, kv: LayerKV) -> tuple[Array, LayerKV]:
         """Writes the batch's K and V, then attends through the block tables."""
         kv = LayerKV(*write_kv(kv.k, kv.v, k, v, self.slots))
-        return paged_attention(q, kv.k, kv.v, self.block_tables, self.kv_lens, self.query_starts), kv
+        out = paged_attention(
+            q, kv.k, kv.v, self.block_tables, self.kv_lens, self.query_starts, max_query_len=self.max_query_len
+        )
+        return out, kv
 
 
 def allocate(config: ModelConfig, num_blocks: int, block_size: int, dtype: jnp.dtype) -> KVCache:

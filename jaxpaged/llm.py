@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
+import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -28,7 +30,7 @@ class LLM:
       >>> llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         """Loads the model, allocates the pool and compiles the steps.
 
         Args:
@@ -44,7 +46,8 @@ class LLM:
         unknown = sorted(options.keys() - set(known))
         if unknown:
             raise ValueError(f"unknown option {', '.join(unknown)}; LLM takes {', '.join(known)}")
-        self.engine: Engine = build_engine(EngineConfig(model=model, **options))
+        path = os.fspath(model) if isinstance(model, os.PathLike) else model
+        self.engine: Engine = build_engine(EngineConfig(model=path, **options))
         self._num_requests = 0
 
     def generate(
@@ -99,17 +102,30 @@ class LLM:
         Raises:
           ValueError: as for `generate`, or the model has no chat template, or it refuses the messages.
         """
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        prompts = [self.chat_prompt(c, add_generation_prompt, **template_options) for c in conversations]
+        prompts = []
+        for i, conversation in enumerate(_conversations(messages)):
+            try:
+                prompts.append(self.chat_prompt(conversation, add_generation_prompt, **template_options))
+            except ValueError as error:
+                raise ValueError(f"conversation {i}: {error}") from error
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """Continues one prompt and yields its text as it becomes final; closing the iterator ends the request."""
-        completion = self._add(prompt, sampling_params or SamplingParams(), 0)
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str, None, None]:
+        """Continues one prompt and yields its text as it becomes final; closing the iterator ends the request.
+
+        The request begins, and its errors come, with the first piece.
+
+        Raises:
+          ValueError: as for `generate`.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        completion = self._add(prompt, params, 0)
         try:
             for _ in self._run([completion], use_tqdm=False):
                 if text := completion.take_text():
                     yield text
+            if text := completion.take_text():  # it ended while somebody else was stepping the engine
+                yield text
         finally:
             self.engine.abort_request(completion.sequence.request.request_id)
 
@@ -141,7 +157,14 @@ class _Progress:
     """Requests done, tokens a second, and KV blocks in use, in a bar."""
 
     def __init__(self, num_requests: int, *, disable: bool) -> None:
-        self._bar = tqdm(total=num_requests, desc="Requests", unit="req", dynamic_ncols=True, disable=disable)
+        self._bar = tqdm(
+            total=num_requests,
+            desc="Requests",
+            unit="req",
+            dynamic_ncols=True,
+            miniters=0,  # draw though no request has finished: the rate and the blocks move on
+            disable=disable,
+        )
         self._num_tokens = 0
         self._start = time.perf_counter()
 
@@ -165,24 +188,31 @@ class _Progress:
         self._bar.update(finished)  # draws at most ten times a second
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt or many, as a list."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Sequence):
         raise ValueError(f"prompts={prompts!r:.80} must be text, token ids, or a list of either")
-    if prompts and isinstance(prompts[0], int):
+    if prompts and isinstance(prompts[0], numbers.Integral):
         return [prompts]
     for i, prompt in enumerate(prompts):
-        if not isinstance(prompt, (str, Sequence)):
+        if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
             raise ValueError(f"prompts[{i}]={prompt!r:.80} must be text or token ids")
     return list(prompts)
+
+
+def _conversations(messages: Any) -> Sequence[Any]:
+    """One conversation or many, as a list; what is neither is left for the tokenizer to refuse."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        return [messages]
+    return [messages] if not messages or isinstance(messages[0], Mapping) else messages
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
-    if not all(isinstance(p, SamplingParams) for p in params):
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
         raise ValueError(f"sampling_params={params!r:.80} must be a SamplingParams, a list of them, or None")
     if len(params) != num_prompts:
         raise ValueError(f"sampling_params has {len(params)} entries for {num_prompts} prompts; give one, or one each")

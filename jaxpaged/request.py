@@ -42,10 +42,12 @@ class Sequence:
         "block_table",
         "in_flight_row",
         "max_tokens",
+        "needs_host_history",
         "num_computed",
         "num_in_flight",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_tokens",
         "request",
         "status",
         "token_ids",
@@ -62,16 +64,15 @@ class Sequence:
         """Tokens whose KV is in the pool once all dispatched steps have run."""
         self.num_in_flight = 0
         """Tokens sampled by dispatched steps and not read yet; they follow `token_ids`."""
+        self.num_tokens = self.num_prompt_tokens
+        """Tokens of the sequence, those in flight included."""
         self.in_flight_row = -1
         """Row of the latest dispatched step which samples the newest of them."""
+        self.needs_host_history = request.params.needs_host_history
+        """As `SamplingParams.needs_host_history`, looked up once."""
         self.block_table = array("i")
         self.num_preemptions = 0
         self.status = Status.WAITING
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the sequence, those in flight included."""
-        return len(self.token_ids) + self.num_in_flight
 
     @property
     def num_output_tokens(self) -> int:

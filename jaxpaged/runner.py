@@ -99,6 +99,11 @@ class Runner:
         wants_top = any(row.samples and row.sequence.request.params.logprobs for row in plan.rows)
         return StepHandle(plan, sampled, prompt, wants_top)
 
+    def recover(self) -> None:
+        """Makes the pool usable again after `dispatch` broke off, which may have given it away; its KV is lost."""
+        if any(x.is_deleted() for x in jax.tree.leaves(self._cache)):
+            self._cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._cache)
+
     @property
     def num_traces(self) -> int:
         """Traces of step functions so far: stands still after construction."""

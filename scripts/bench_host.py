@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 8192
 BUDGET = 2048
-NUM_ALTERNATIVES = 5
+MAX_LOGPROBS = 20
 TRACE = Path(__file__).parent.parent / "workloads" / "sharegpt_like.csv"
 TEXT = """The lighthouse was built in 1874 and stands forty metres tall. Its keeper, Mara, climbs 206 steps every \
 evening; storms come from the west in winter and can last for a week. “Déjà vu”, says the naïve visitor — 日本語 too 👍.
@@ -52,7 +52,7 @@ PLAIN = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
 VARIANTS = {
     "token ids only": {**PLAIN, "detokenize": False},
     "text": PLAIN,
-    "text, stop strings, logprobs=5": {**PLAIN, "stop": ["\n\nUser:", "<|end|>"], "logprobs": NUM_ALTERNATIVES},
+    "text, stop strings, logprobs=5": {**PLAIN, "stop": ["\n\nUser:", "<|end|>"], "logprobs": 5},
 }
 
 
@@ -97,10 +97,12 @@ class PretendHandle(NamedTuple):
 class PretendRunner:
     """Packs steps as the runner does, notes how long that took, and lets every row go on in a given text."""
 
+    plan: StepPlan
+    """The last one."""
+
     def __init__(self, config: SchedulerConfig, text_ids: list[int]) -> None:
         self.seconds_packing = 0.0
         self.seconds_pretending = 0.0
-        self.plan: StepPlan | None = None
         self._shape = StepShape(config.table_width, config.block_size, config.num_blocks * config.block_size)
         self._buckets = Buckets.for_limits(config.max_num_seqs, config.max_num_batched_tokens, smallest=1, ratio=2)
         self._text = np.array(text_ids, np.int32)
@@ -115,11 +117,12 @@ class PretendRunner:
         pack(plan, bucket, self._shape)
         packed = time.perf_counter()
         ids = self._text[(self._num_steps + 7 * np.arange(bucket.rows)) % len(self._text)]
-        top = (bucket.rows, NUM_ALTERNATIVES)
+        wants_top = any(row.sequence.request.params.logprobs for row in plan.rows)
+        top = (bucket.rows, MAX_LOGPROBS if wants_top else 0)
         rating = Rating(
             logprobs=np.full(bucket.rows, -0.5, np.float32),
             ranks=np.ones(bucket.rows, np.int32),
-            top_ids=self._text[np.arange(NUM_ALTERNATIVES) + np.zeros(top, np.int32)],
+            top_ids=self._text[np.arange(top[1]) + np.zeros(top, np.int32)],
             top_logprobs=np.full(top, -1.0, np.float32),
         )
         self._num_steps += 1
@@ -135,6 +138,7 @@ class Measurement:
     def __init__(self, tokenizer: Tokenizer, num_running: int, num_waiting: int, params: dict, mixed: bool) -> None:
         from jaxpaged.engine import Engine
 
+        assert not (mixed and num_waiting), "the prompts of mixed steps would queue behind those that wait"
         most_blocks = num_running * MAX_MODEL_LEN // BLOCK_SIZE
         self._config = SchedulerConfig(
             num_blocks=most_blocks,
@@ -147,12 +151,12 @@ class Measurement:
         self._runner = PretendRunner(self._config, tokenizer.encode(TEXT, add_special_tokens=False))
         self._engine: Engine = Engine(
             scheduler=self._scheduler,
-            runner=self._runner,  # pyright: ignore[reportArgumentType]
+            runner=self._runner,
             tokenizer=tokenizer,
             vocab_size=tokenizer.vocab_size,
             eos_token_ids=[],
             seed=0,
-            max_logprobs=NUM_ALTERNATIVES,
+            max_logprobs=MAX_LOGPROBS,
         )
         self._params = SamplingParams(**params)
         self._mixed = mixed
@@ -160,9 +164,13 @@ class Measurement:
         lengths = random.Random(0)
         num_decoding = num_running - mixed  # a mixed step has a prefill for its last row
         self._add(*(lengths.randint(100, 500) for _ in range(num_decoding)))
-        while self._scheduler.num_waiting or any(r.count > 1 for r in self._runner.plan.rows if self._runner.plan):
+        while self._scheduler.num_waiting or self._runner.plan.num_tokens > num_decoding:
             self._engine.step()
         self._add(*(lengths.randint(100, 500) for _ in range(num_waiting)))
+
+    @property
+    def last_plan(self) -> StepPlan:
+        return self._runner.plan
 
     def run(self, num_steps: int) -> list[StepTimes]:
         """Times of steps of the wanted kind, after the same number of rounds to warm up."""
@@ -219,10 +227,11 @@ def host(args: argparse.Namespace) -> Table:
     for num_running, mixed, (variant, params) in itertools.product(args.running, (False, True), VARIANTS.items()):
         if mixed and num_running >= BUDGET:
             continue
-        measured = summary(Measurement(tokenizer, num_running, args.waiting, params, mixed).run(args.steps))
+        waiting = 0 if mixed else args.waiting
+        measured = summary(Measurement(tokenizer, num_running, waiting, params, mixed).run(args.steps))
         kind = f"{num_running - 1} decodes, prefill to {BUDGET}" if mixed else f"{num_running} decodes"
         figures = (f"{measured[c][0]:.3f} ({measured[c][1]:.3f})" for c in columns)
-        table.add_row(str(num_running), str(args.waiting), kind, variant, *figures)
+        table.add_row(str(num_running), str(waiting), kind, variant, *figures)
     return table
 
 
@@ -313,7 +322,7 @@ def main() -> None:
     commands = parser.add_subparsers(required=True, metavar="host | usage")
     command = commands.add_parser("host", help="time of schedule(), pack() and bookkeeping in a step")
     command.add_argument("--running", type=int, nargs="+", default=[256, 1000], help="sequences (default: 256 1000)")
-    command.add_argument("--waiting", type=int, default=0, help="requests that wait meanwhile (default: 0)")
+    command.add_argument("--waiting", type=int, default=0, help="requests that wait during decodes (default: 0)")
     command.add_argument("--steps", type=int, default=300, help="steps to measure (default: 300)")
     command.add_argument("--model", default="demo", help="whose tokenizer: folder, .gguf or 'demo' (default: demo)")
     command.set_defaults(run=host)

@@ -26,13 +26,13 @@ def packed(plan, bucket) -> batch.StepInputs:
 
 def test_buckets_cover_every_step_and_nothing_is_smaller():
     buckets = Buckets.for_limits(32, 256, smallest=8, ratio=4)
-    assert buckets.decode == (Bucket(8, 8), Bucket(32, 32))
-    assert buckets.mixed == (Bucket(64, 32), Bucket(256, 32))
-    assert buckets.largest == Bucket(256, 32)
-    assert buckets.fit(8, 8) == Bucket(8, 8)
-    assert buckets.fit(9, 9) == Bucket(32, 32)
-    assert buckets.fit(9, 1) == Bucket(64, 32)
-    assert buckets.fit(65, 32) == Bucket(256, 32)
+    assert buckets.decode == (Bucket(8, 8, True), Bucket(32, 32, True))
+    assert buckets.mixed == (Bucket(64, 32, False), Bucket(256, 32, False))
+    assert buckets.largest == Bucket(256, 32, False)
+    assert buckets.fit(8, 8) == Bucket(8, 8, True)
+    assert buckets.fit(9, 9) == Bucket(32, 32, True)
+    assert buckets.fit(9, 1) == Bucket(64, 32, False)
+    assert buckets.fit(65, 32) == Bucket(256, 32, False)
 
 
 @pytest.mark.parametrize(("seqs", "budget"), [(1, 1), (1, 256), (3, 100), (256, 2048), (5, 5)])
@@ -51,7 +51,7 @@ def test_a_mixed_step_is_packed_field_by_field():
     scheduler.add(second)
     scheduler.schedule()  # 5 tokens and 27 of 40
     scheduler.append(first, 777)
-    x = packed(scheduler.schedule(), Bucket(32, 8))  # a decode and the other 13
+    x = packed(scheduler.schedule(), Bucket(32, 8, False))  # a decode and the other 13
     assert x.query_starts.tolist() == [0, 1, 14, 14, 14, 14, 14, 14, 14]
     assert x.last_tokens[:2].tolist() == [0, 13]
     assert x.kv_lens.tolist() == [6, 40, 0, 0, 0, 0, 0, 0]
@@ -69,7 +69,7 @@ def test_a_mixed_step_is_packed_field_by_field():
 def test_padding_is_inert():
     scheduler = make_scheduler()
     scheduler.add(make_sequence(5))
-    x = packed(scheduler.schedule(), Bucket(64, 8))
+    x = packed(scheduler.schedule(), Bucket(64, 8, False))
     assert (x.slots[5:] >= SHAPE.num_slots).all()
     assert not x.block_tables[1:].any()
     assert not x.kv_lens[1:].any()
@@ -83,7 +83,7 @@ def test_a_token_in_flight_is_taken_from_the_row_that_samples_it():
         scheduler.add(make_sequence(4, arrival=arrival))
     plan = scheduler.schedule()
     scheduler.finish(plan.rows[0].sequence)
-    x = packed(scheduler.schedule(), Bucket(8, 8))
+    x = packed(scheduler.schedule(), Bucket(8, 8, True))
     assert x.sources.tolist() == [1, 2, -1, -1, -1, -1, -1, -1]
     assert x.positions[:2].tolist() == [4, 4]
 
@@ -91,7 +91,7 @@ def test_a_token_in_flight_is_taken_from_the_row_that_samples_it():
 def test_only_the_rows_that_sample_count_for_logprobs():
     scheduler = make_scheduler(budget=8)
     scheduler.add(make_sequence(20, logprobs=5))
-    assert packed(scheduler.schedule(), Bucket(8, 8)).num_logprobs.tolist() == [0]
+    assert packed(scheduler.schedule(), Bucket(8, 8, True)).num_logprobs.tolist() == [0]
 
 
 @pytest.mark.parametrize(

@@ -227,3 +227,11 @@ def test_held_text_is_released() -> None:
 def test_bad_stop_strings(stops: object) -> None:
     with pytest.raises(ValueError, match="stop must be a list of non-empty strings"):
         StopStringMatcher(stops)  # pyright: ignore[reportArgumentType]
+
+
+def test_passed_over_stops_do_not_count_and_begun_ones_do():
+    matcher = StopStringMatcher(["b", "abc"])
+    assert matcher.pass_over("xbab") == "xb"
+    assert matcher.push("d") == ("abd", None)
+    assert matcher.pass_over("ab") == ""
+    assert matcher.push("c") == ("", "abc")
