@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Logprob:
-    """How the model's raw distribution rates a token."""
+class Logprob(NamedTuple):
+    """How the model's raw distribution rates a token. (A tuple, since a step can make thousands.)"""
 
     logprob: float
     rank: int

@@ -20,8 +20,6 @@ from jaxpaged.block_manager import BlockManager
 from jaxpaged.config import SchedulerConfig, blocks_for
 from jaxpaged.request import Sequence, Status
 
-_WATERMARK = 0.01  # share of the pool that admission leaves to the growth of running sequences
-
 
 class Row(NamedTuple):
     """A sequence's part of a step: tokens `start` to `start + count`."""
@@ -56,7 +54,6 @@ class Scheduler:
         self._waiting: list[tuple[int, Sequence]] = []  # a heap by arrival; aborted ones are skipped when they surface
         self._num_waiting = 0
         self._num_held = 0  # tokens computed of all that run
-        self._watermark = int(_WATERMARK * config.num_blocks)
 
     @property
     def num_running(self) -> int:
@@ -211,7 +208,7 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 continue
             needed = blocks_for(sequence.num_tokens, self.config.block_size)
-            reserve = self._watermark if self._running else 0
+            reserve = self.config.growth_reserve * len(self._running)
             if sequence.num_in_flight or needed + reserve > self.blocks.num_free:
                 break
             heapq.heappop(self._waiting)

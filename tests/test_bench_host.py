@@ -30,7 +30,12 @@ def bench() -> ModuleType:
 
 def config(num_blocks: int) -> SchedulerConfig:
     return SchedulerConfig(
-        num_blocks=num_blocks, block_size=16, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64
+        num_blocks=num_blocks,
+        block_size=16,
+        max_model_len=256,
+        max_num_seqs=4,
+        growth_reserve=0,
+        max_num_batched_tokens=64,
     )
 
 
@@ -54,7 +59,12 @@ def test_the_bundled_trace_fills_the_slots_it_allocates(bench):
     trace = bench.read_trace(bench.TRACE)
     assert len(trace) == 1000
     pool = SchedulerConfig(
-        num_blocks=981, block_size=16, max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=2048
+        num_blocks=981,
+        block_size=16,
+        max_model_len=8192,
+        max_num_seqs=256,
+        growth_reserve=0,
+        max_num_batched_tokens=2048,
     )
     assert bench.measure_usage(trace[:60], pool).held_share >= 0.96
 

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jaxpaged.checkpoints.hf import import_transformers
-from jaxpaged.detokenizer import IncrementalDetokenizer, StopStringMatcher
+from jaxpaged.detokenizer import IncrementalDetokenizer, StopStringMatcher, token_texts
 from jaxpaged.tokenizer import Tokenizer
 
 TEXTS = [
@@ -235,3 +235,10 @@ def test_passed_over_stops_do_not_count_and_begun_ones_do():
     assert matcher.push("d") == ("abd", None)
     assert matcher.pass_over("ab") == ""
     assert matcher.push("c") == ("", "abc")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_whole_characters_take_the_fast_path(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    last = tokenizer.encode("a", add_special_tokens=False)[-1]
+    assert token_texts(tokenizer).following(last) in ("a", " a")

@@ -8,7 +8,7 @@ from jaxpaged.request import Status
 from jaxpaged.scheduler import Scheduler, StepPlan
 
 
-def make_scheduler(num_blocks=64, block_size=16, max_model_len=256, max_num_seqs=8, budget=64) -> Scheduler:
+def make_scheduler(num_blocks=64, block_size=16, max_model_len=256, max_num_seqs=8, budget=64, reserve=0) -> Scheduler:
     return Scheduler(
         SchedulerConfig(
             num_blocks=num_blocks,
@@ -16,6 +16,7 @@ def make_scheduler(num_blocks=64, block_size=16, max_model_len=256, max_num_seqs
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
+            growth_reserve=reserve,
         )
     )
 
@@ -87,6 +88,18 @@ def test_a_full_pool_preempts_the_latest_arrival_and_the_oldest_advances():
     run(scheduler, ahead=False)
     assert len(new.token_ids) == 61 > tokens
     assert new.token_ids[31:].tolist() == [next_token(new, p) for p in range(31, 61)]
+
+
+def test_admission_leaves_room_for_the_running_ones_to_grow():
+    scheduler = make_scheduler(num_blocks=6, reserve=2)
+    first, second = make_sequence(31, 30, arrival=0), make_sequence(48, 3, arrival=1)
+    scheduler.add(first)
+    scheduler.add(second)
+    assert [r.sequence for r in scheduler.schedule().rows] == [
+        first
+    ]  # 2 of 6 blocks; 3 + 2 for the second are too many
+    scheduler.finish(first)
+    assert [r.sequence for r in scheduler.schedule().rows] == [second]  # alone, it needs no reserve
 
 
 def test_one_step_ahead_takes_the_input_from_the_step_in_flight():
@@ -168,9 +181,10 @@ requests = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 24)), min_size=
 
 
 @settings(max_examples=150, deadline=None)
-@given(requests, st.integers(4, 12), st.sampled_from([8, 16]), st.integers(1, 4), st.integers(0, 24), st.booleans())
-def test_everything_is_served_with_the_same_tokens_in_any_pool(work, num_blocks, block_size, seqs, extra, ahead):
-    scheduler = make_scheduler(num_blocks, block_size, 80, seqs, seqs + extra)
+@given(requests, st.integers(4, 12), st.sampled_from([8, 16]), st.integers(1, 4), st.integers(0, 24), st.data())
+def test_everything_is_served_with_the_same_tokens_in_any_pool(work, num_blocks, block_size, seqs, extra, data):
+    ahead, reserve = data.draw(st.booleans()), data.draw(st.integers(0, 3))
+    scheduler = make_scheduler(num_blocks, block_size, 80, seqs, seqs + extra, reserve)
     accepted = []
     for prompt, output in work:
         sequence = make_sequence(prompt, output)

@@ -39,10 +39,13 @@ def prompt(length: int, salt: int = 0) -> list[int]:
 
 
 def fresh_engine(llm: LLM, *, seed: int = 0, **limits: int) -> Engine:
-    """An engine of its own on the compiled runner; `limits` are fields of SchedulerConfig, at most those compiled."""
+    """An engine of its own on the compiled runner; `limits` are fields of SchedulerConfig, at most those compiled.
+
+    Admission leaves no reserve, so that a small pool soon preempts.
+    """
     engine = llm.engine
     return Engine(
-        scheduler=Scheduler(dataclasses.replace(engine.scheduler.config, **limits)),
+        scheduler=Scheduler(dataclasses.replace(engine.scheduler.config, **{"growth_reserve": 0, **limits})),
         runner=engine.runner,
         tokenizer=engine.tokenizer,
         vocab_size=VOCAB,
