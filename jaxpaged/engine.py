@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import numbers
+import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as Ids
 from itertools import count
@@ -25,7 +26,7 @@ from jaxpaged.tokenizer import Tokenizer
 
 
 class Engine:
-    """Serves requests in the calling thread, a step at a time. Not thread-safe."""
+    """Serves requests in the calling thread, a step at a time; several threads take turns."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class Engine:
         self._num_requests = 0
         self._in_flight: StepHandle | None = None
         self._stats = _PoolStats()
+        self._turn = threading.RLock()
 
     @property
     def has_unfinished(self) -> bool:
@@ -66,40 +68,31 @@ class Engine:
         Raises:
           ValueError: the prompt or a parameter is out of range, or the request could never be served.
         """
-        if request_id in self._completions:
-            raise ValueError(f"request_id={request_id!r} is in use by a request that still runs; choose another")
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params={params!r:.80} must be a SamplingParams")
         validate_for(params, self._vocab_size, self._max_logprobs)
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
         if not token_ids:
             raise ValueError(f"prompt={prompt!r} has no tokens; give at least one")
-        arrival = self._num_requests
-        words = params.seed_words
-        seed = self._own_seed(arrival) if words is None else words[0] << 32 | words[1]
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=token_ids,
-            params=params,
-            arrival=arrival,
-            sampling_words=batch.sampling_words(params, seed, self._vocab_size),
-            bad_words=self._bad_words(params),
-        )
-        sequence = Sequence(request)
-        self.scheduler.add(sequence)
-        self._num_requests += 1
-        completion = Completion(
-            sequence, prompt if isinstance(prompt, str) else None, self.tokenizer, self._eos_token_ids
-        )
-        self._completions[request_id] = completion
+        with self._turn:
+            if request_id in self._completions:
+                raise ValueError(f"request_id={request_id!r} is in use by a request that still runs; choose another")
+            request = self._request(request_id, token_ids, params)
+            completion = Completion(
+                Sequence(request), prompt if isinstance(prompt, str) else None, self.tokenizer, self._eos_token_ids
+            )
+            self.scheduler.add(completion.sequence)
+            self._num_requests += 1
+            self._completions[request_id] = completion
         return completion
 
     def abort_request(self, request_id: str) -> None:
         """Ends a request now and frees its blocks; does nothing if it has ended."""
-        completion = self._completions.pop(request_id, None)
-        if completion is not None:
-            completion.finish("abort")
-            self.scheduler.finish(completion.sequence)
+        with self._turn:
+            completion = self._completions.pop(request_id, None)
+            if completion is not None:
+                completion.finish("abort")
+                self.scheduler.finish(completion.sequence)
 
     def step(self) -> list[Completion]:
         """Dispatches a step, reads the one before, and returns the completions that it advanced.
@@ -107,16 +100,17 @@ class Engine:
         If the step fails or is interrupted, all requests end as aborted before the error goes on; the engine then
         serves new ones.
         """
-        try:
-            plan = self.scheduler.schedule()
-            previous, self._in_flight = self._in_flight, None
-            if plan is not None:
-                self._stats.add(plan, self.scheduler.config.block_size)
-                self._in_flight = self.runner.dispatch(plan)
-            return [] if previous is None else self._take_in(previous.plan, previous.read())
-        except BaseException:
-            self._start_over()
-            raise
+        with self._turn:
+            try:
+                plan = self.scheduler.schedule()
+                previous, self._in_flight = self._in_flight, None
+                if plan is not None:
+                    self._stats.add(plan, self.scheduler.config.block_size)
+                    self._in_flight = self.runner.dispatch(plan)
+                return [] if previous is None else self._take_in(previous.plan, previous.read())
+            except BaseException:
+                self._start_over()
+                raise
 
     def cache_stats(self) -> CacheStats:
         """The KV pool now and over the engine's life."""
@@ -165,6 +159,19 @@ class Engine:
                     advanced.append(completion)
             offset += row.count
         return advanced
+
+    def _request(self, request_id: str, token_ids: list[int], params: SamplingParams) -> Request:
+        arrival = self._num_requests
+        words = params.seed_words
+        seed = self._own_seed(arrival) if words is None else words[0] << 32 | words[1]
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            arrival=arrival,
+            sampling_words=batch.sampling_words(params, seed, self._vocab_size),
+            bad_words=self._bad_words(params),
+        )
 
     def _own_seed(self, arrival: int) -> int:
         """A request's seed where it brings none: the same for the same engine seed and order of requests."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import numbers
 import os
 import time
@@ -48,7 +49,7 @@ class LLM:
             raise ValueError(f"unknown option {', '.join(unknown)}; LLM takes {', '.join(known)}")
         path = os.fspath(model) if isinstance(model, os.PathLike) else model
         self.engine: Engine = build_engine(EngineConfig(model=path, **options))
-        self._num_requests = 0
+        self._request_ids = map(str, itertools.count())
 
     def generate(
         self,
@@ -88,7 +89,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
-        **template_options: Any,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of a list, through the model's chat template.
 
@@ -97,7 +98,7 @@ class LLM:
           sampling_params: as for `generate`.
           use_tqdm: as for `generate`.
           add_generation_prompt: end the prompt with the opening of an assistant's turn.
-          **template_options: passed on to the chat template.
+          chat_template_kwargs: passed on to the chat template.
 
         Raises:
           ValueError: as for `generate`, or the model has no chat template, or it refuses the messages.
@@ -105,7 +106,7 @@ class LLM:
         prompts = []
         for i, conversation in enumerate(_conversations(messages)):
             try:
-                prompts.append(self.chat_prompt(conversation, add_generation_prompt, **template_options))
+                prompts.append(self.chat_prompt(conversation, add_generation_prompt, chat_template_kwargs))
             except ValueError as error:
                 raise ValueError(f"conversation {i}: {error}") from error
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
@@ -129,18 +130,23 @@ class LLM:
         finally:
             self.engine.abort_request(completion.sequence.request.request_id)
 
-    def chat_prompt(self, messages: Any, add_generation_prompt: bool = True, **template_options: Any) -> list[int]:
-        """Token ids of a conversation."""
-        return self.engine.tokenizer.apply_chat_template(messages, add_generation_prompt, **template_options)
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, as `chat` makes them."""
+        options = chat_template_kwargs or {}
+        return self.engine.tokenizer.apply_chat_template(messages, add_generation_prompt, **options)
 
     def cache_stats(self) -> CacheStats:
         """The KV pool now and since the start."""
         return self.engine.cache_stats()
 
     def _add(self, prompt: Prompt, params: SamplingParams, index: int) -> Completion:
-        self._num_requests += 1
         try:
-            return self.engine.add_request(str(self._num_requests), prompt, params)
+            return self.engine.add_request(next(self._request_ids), prompt, params)
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from error
 

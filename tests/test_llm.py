@@ -1,5 +1,6 @@
 """The in-process API on a tiny model: what it takes, in which order it answers, and what an interruption leaves."""
 
+import concurrent.futures
 import functools
 import re
 import time
@@ -104,7 +105,7 @@ def test_chat_takes_one_conversation_or_several(llm):
     assert closed.prompt_token_ids == llm.chat_prompt(QUESTION, add_generation_prompt=False)
     assert len(closed.prompt_token_ids) < len(one.prompt_token_ids)
     shouted = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
-    (own,) = llm.chat(QUESTION, GREEDY, use_tqdm=False, chat_template=shouted)
+    (own,) = llm.chat(QUESTION, GREEDY, use_tqdm=False, chat_template_kwargs={"chat_template": shouted})
     assert own.prompt_token_ids == llm.engine.tokenizer.encode("THE END?")
 
 
@@ -246,3 +247,17 @@ def test_ctrl_c_between_the_donation_of_the_pool_and_its_return(tiny_llm, monkey
 def interrupted(forward, *args):
     forward(*args)
     raise KeyboardInterrupt
+
+
+def test_threads_take_turns(llm):
+    """Four threads generate at once, each with its own prompts; all get what they would get alone."""
+    prompts = [tiny.prompt(5 + i, i) for i in range(4)]
+    alone = [tokens_of(llm.generate([p], GREEDY, use_tqdm=False)[0]) for p in prompts]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(lambda p: llm.generate([p] * 3, GREEDY, use_tqdm=False), prompts))
+    assert [[tokens_of(o) for o in group] for group in outputs] == [[tokens] * 3 for tokens in alone]
+
+
+def test_a_misspelt_option_of_chat_is_refused(llm):
+    with pytest.raises(TypeError, match="max_tokens"):
+        llm.chat([{"role": "user", "content": "hi"}], max_tokens=5)

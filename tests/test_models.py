@@ -161,7 +161,19 @@ def test_buffers_and_a_tied_head_are_left_unread():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size": None}, "here: missing or not an integer: hidden_size"),
+        ({"hidden_size": None}, "here: hidden_size=None must be an integer from 1"),
+        ({"hidden_size": True}, "hidden_size=True must be"),
+        ({"vocab_size": 0}, "vocab_size=0 must be"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be an integer from 1 to 1024"),
+        ({"num_attention_heads": -4}, "num_attention_heads=-4 must be"),
+        ({"num_key_value_heads": "x"}, "num_key_value_heads='x' must be"),
+        ({"head_dim": 7}, "head_dim=7 must be even"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings=1000000000000 must be"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a positive number"),
+        ({"rope_theta": 0}, "rope_theta=0 must be a positive number"),
+        ({"dtype": "int3"}, "dtype='int3' is not supported"),
+        ({"eos_token_id": [[1]]}, r"eos_token_id: \[\[1\]\] must be a token id"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\] must be an object"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported; supported: 'default', 'llama3'"),
@@ -177,3 +189,6 @@ def test_configurations_that_are_not_supported_say_so(change, message):
 def test_an_unknown_architecture_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"architectures \['GPT9'\] are not supported; supported: LlamaForCausalLM"):
         family_of({"architectures": ["GPT9"]}, "here")
+    for odd in (5, "LlamaForCausalLM", [["a"]], None):
+        with pytest.raises(ValueError, match="are not supported; supported: LlamaForCausalLM"):
+            family_of({"architectures": odd}, "here")

@@ -27,9 +27,9 @@ class SafetensorsReader:
         """Reads the configuration and every shard's header; ValueError names the file or tensor at fault."""
         self.path = path
         self.hf_config = _read_json(path / "config.json")
-        if method := (self.hf_config.get("quantization_config") or {}).get("quant_method"):
+        if quantisation := self.hf_config.get("quantization_config"):
             raise ValueError(
-                f"{path / 'config.json'}: quantization_config {method!r} is not supported; "
+                f"{path / 'config.json'}: quantization_config {quantisation!r:.80} is not supported; "
                 "use the unquantised checkpoint, or a GGUF file"
             )
         self.eos_token_ids = self._eos_token_ids()
@@ -65,8 +65,9 @@ class SafetensorsReader:
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         generation = self.path / "generation_config.json"
-        ids = as_ids(_read_json(generation).get("eos_token_id")) if generation.exists() else ()
-        return ids or as_ids(self.hf_config.get("eos_token_id"))
+        stated = _read_json(generation).get("eos_token_id") if generation.exists() else None
+        own = as_ids(self.hf_config.get("eos_token_id"), f"{self.path / 'config.json'}: eos_token_id")
+        return as_ids(stated, f"{generation}: eos_token_id") or own
 
     def _open_index(self, index: Path) -> None:
         weight_map = _read_json(index).get("weight_map")
@@ -117,7 +118,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: the file is missing; a checkpoint folder must hold it") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jaxpaged.models.config import ModelConfig, as_ids, parse_rope
+from jaxpaged.models.config import ModelConfig, as_ids, integer, number, parse_rope
 from jaxpaged.models.layers import (
     Attend,
     Embedding,
@@ -99,33 +99,33 @@ def llama_config(hf: Mapping[str, Any], origin: str) -> ModelConfig:
     Raises:
       ValueError: an entry is missing, or asks for a variant that is not supported; names `origin`.
     """
-    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    missing = [name for name in required if not isinstance(hf.get(name), int)]
-    if missing:
-        raise ValueError(f"{origin}: missing or not an integer: {', '.join(missing)}")
     for name, supported in {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}.items():
         if hf.get(name, supported) != supported:
             raise ValueError(f"{origin}: {name}={hf[name]!r} is not supported for Llama, only {supported!r}")
-    heads = hf["num_attention_heads"]
-    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    hidden, heads = integer(hf, "hidden_size", origin), integer(hf, "num_attention_heads", origin)
+    dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"{origin}: dtype={dtype!r:.40} is not supported, only float32, bfloat16 and float16")
     theta, scaling = parse_rope(hf, origin)
     config = ModelConfig(
         architecture="LlamaForCausalLM",
-        vocab_size=hf["vocab_size"],
-        hidden_size=hf["hidden_size"],
-        intermediate_size=hf["intermediate_size"],
-        num_layers=hf["num_hidden_layers"],
+        vocab_size=integer(hf, "vocab_size", origin),
+        hidden_size=hidden,
+        intermediate_size=integer(hf, "intermediate_size", origin),
+        num_layers=integer(hf, "num_hidden_layers", origin, maximum=1024),
         num_heads=heads,
-        num_kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=head_dim,
-        rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        num_kv_heads=integer(hf, "num_key_value_heads", origin, default=heads),
+        head_dim=integer(hf, "head_dim", origin, default=max(hidden // heads, 1)),
+        rms_norm_eps=number(hf, "rms_norm_eps", origin, default=1e-6),
         rope_theta=theta,
-        max_position_embeddings=int(hf.get("max_position_embeddings", 2048)),
-        tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        max_position_embeddings=integer(hf, "max_position_embeddings", origin, default=2048),
+        tie_word_embeddings=hf.get("tie_word_embeddings") is True,
         rope_scaling=scaling,
-        eos_token_ids=as_ids(hf.get("eos_token_id")),
-        dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
+        eos_token_ids=as_ids(hf.get("eos_token_id"), f"{origin}: eos_token_id"),
+        dtype=dtype,
     )
+    if config.head_dim % 2:
+        raise ValueError(f"{origin}: head_dim={config.head_dim} must be even, since RoPE turns pairs of dimensions")
     if config.num_heads % config.num_kv_heads:
         raise ValueError(
             f"{origin}: num_attention_heads={config.num_heads} is not a multiple of "

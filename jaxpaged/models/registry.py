@@ -37,7 +37,9 @@ def family_of(hf_config: Mapping[str, Any], origin: str) -> Family:
       ValueError: no supported architecture is named; lists those that are.
     """
     architectures = hf_config.get("architectures") or []
-    for name in architectures:
-        if name in FAMILIES:
+    for name in architectures if isinstance(architectures, list) else ():
+        if isinstance(name, str) and name in FAMILIES:
             return FAMILIES[name]
-    raise ValueError(f"{origin}: architectures {architectures!r} are not supported; supported: {', '.join(FAMILIES)}")
+    raise ValueError(
+        f"{origin}: architectures {architectures!r:.80} are not supported; supported: {', '.join(FAMILIES)}"
+    )

@@ -106,7 +106,7 @@ def test_bad_config(folder: Path, content: str) -> None:
 def test_quantised_weights_are_refused(folder: Path) -> None:
     save_file(tensors(), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(ValueError, match=r"config\.json: quantization_config 'gptq' is not supported"):
+    with pytest.raises(ValueError, match=r"config\.json: quantization_config .*gptq.* is not supported"):
         open_checkpoint(folder)
 
 
