@@ -21,6 +21,7 @@ from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.scheduler import StepPlan
 
 _SAMPLING = struct.Struct("=fiffII")  # temperature, top_k, top_p, min_p, seed high and low
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 _SAMPLING_WORDS = _SAMPLING.size // 4
 
 
@@ -109,7 +110,7 @@ def _geometric(first: int, ratio: int, last: int) -> Iterable[int]:
 
 def sampling_words(params: SamplingParams, seed: int, vocab_size: int) -> bytes:
     """Sampling parameters as the words of a `StepInputs.sampling` row; `seed` counts modulo 2**64."""
-    temperature = 0.0 if params.is_greedy else params.temperature
+    temperature = 0.0 if params.is_greedy else min(params.temperature, _LARGEST_FLOAT32)
     top_k = min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
     high, low = (seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF
     return _SAMPLING.pack(temperature, top_k, params.top_p, params.min_p, high, low)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -131,9 +132,17 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 def _num_pool_blocks(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, temporaries: Any) -> int:
     """Blocks to allocate, null block included."""
+    budget = config.kv_cache_memory_bytes
+    if config.num_kv_blocks is not None:
+        budget = (config.num_kv_blocks + 1) * config.block_size * model.kv_bytes_per_token(dtype.itemsize)
+    if budget is not None and budget > (memory := _memory()):
+        option = "kv_cache_memory_bytes" if config.num_kv_blocks is None else "num_kv_blocks"
+        raise ValueError(
+            f"{option}={getattr(config, option)} makes a KV pool of {budget / 2**30:.1f} GiB, more than the "
+            f"{memory / 2**30:.1f} GiB of memory; lower it"
+        )
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks + 1
-    budget = config.kv_cache_memory_bytes
     if budget is None and jax.default_backend() == "cpu":
         budget = _CPU_POOL_BYTES
     if budget is None:
@@ -158,6 +167,14 @@ def _num_pool_blocks(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype,
             "or lower max_num_batched_tokens or max_num_seqs"
         )
     return num_blocks
+
+
+def _memory() -> int:
+    """Bytes that JAX may use on the default device."""
+    stats = jax.devices()[0].memory_stats()
+    if stats is not None:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextmanager

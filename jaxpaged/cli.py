@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -127,6 +129,8 @@ def chat(
         max_num_seqs=1,
         max_num_batched_tokens=256,
     )
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing and history for input())
     opening = [] if system is None else [{"role": "system", "content": system}]
     messages = list(opening)
     while line := _ask():
@@ -152,7 +156,11 @@ def _ask() -> str:
 def _answer(llm: LLM, messages: list[dict[str, str]], params: Any) -> str:
     """Streams an answer to the terminal; what came before a Ctrl-C counts as the answer."""
     pieces: list[str] = []
-    stream = llm.stream(llm.chat_prompt(messages), params)
+    prompt = llm.chat_prompt(messages)
+    room = llm.engine.scheduler.config.max_model_len - len(prompt)
+    if room < 1:
+        raise ValueError(f"the conversation's {len(prompt)} tokens fill the context")
+    stream = llm.stream(prompt, dataclasses.replace(params, max_tokens=min(params.max_tokens, room)))
     try:
         for piece in stream:
             typer.echo(piece, nl=False)
@@ -178,6 +186,8 @@ def _load(verbose: bool, *, gpu_memory_utilization: float, **options: Any) -> LL
     logging.getLogger("jaxpaged").setLevel(logging.INFO if verbose else logging.WARNING)
     # The command line has the process to itself, so JAX's allocator may have the GPU; must be set before JAX starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    if sys.stderr.isatty():
+        typer.secho(f"Loading {options['model']} ...", fg="bright_black", err=True)
     with _one_line_errors():
         from jaxpaged.llm import LLM
 

@@ -55,7 +55,8 @@ class EngineConfig:
             raise ValueError(f"dtype={self.dtype!r} is unknown; choose one of {', '.join(get_args(DType))}")
         if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size={self.block_size!r} must be one of {', '.join(map(str, BLOCK_SIZES))}")
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "max_num_seqs"):
+        _check_integer("max_model_len", self.max_model_len, minimum=2, optional=True)  # a prompt and an output token
+        for name in ("num_kv_blocks", "kv_cache_memory_bytes", "max_num_seqs"):
             _check_integer(name, getattr(self, name), minimum=1, optional=True)
         _check_integer("max_num_batched_tokens", self.max_num_batched_tokens, minimum=1, optional=True)
         _check_integer("seed", self.seed, minimum=0)

@@ -71,7 +71,7 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params={params!r:.80} must be a SamplingParams")
         validate_for(params, self._vocab_size, self._max_logprobs)
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
+        token_ids = self._checked_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if not token_ids:
             raise ValueError(f"prompt={prompt!r} has no tokens; give at least one")
         with self._turn:
@@ -183,7 +183,10 @@ class Engine:
         for i, token in enumerate(prompt):
             is_id = isinstance(token, numbers.Integral) and not isinstance(token, bool)
             if not is_id or not 0 <= token < self._vocab_size:
-                raise ValueError(f"prompt[{i}]={token!r:.80} must be a token id from 0 to {self._vocab_size - 1}")
+                last = self._vocab_size - 1
+                raise ValueError(
+                    f"prompt[{i}]={token!r:.80} must be a token id from 0 to {last}, the model's vocabulary"
+                )
         return [int(token) for token in prompt]
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:

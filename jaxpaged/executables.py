@@ -50,6 +50,10 @@ class StepFunctions:
     traces: Counter[str] = dataclasses.field(default_factory=Counter)
     """How often each function was traced: after warm-up these numbers stand still."""
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's `apply`, whose declared return type knows of no method but `__call__`."""
+        return self.module.apply(*args, **kwargs)
+
     def forward(self, params: Any, cache: KVCache, buffer: Array, previous: Array, *, bucket: Bucket) -> ForwardOutput:
         """Runs the model on a packed step; `previous` holds the ids that the step before sampled, by row."""
         self.traces["forward"] += 1
@@ -58,8 +62,8 @@ class StepFunctions:
         attend = PagedAttend(
             x.slots, x.block_tables, x.kv_lens, x.query_starts, max_query_len=1 if bucket.decode else None
         )
-        hidden, cache = self.module.apply(params, tokens, x.positions, cache, attend)
-        logits = self.module.apply(params, hidden[x.last_tokens], method="logits")
+        hidden, cache = self._apply(params, tokens, x.positions, cache, attend)
+        logits = self._apply(params, hidden[x.last_tokens], method="logits")
         return ForwardOutput(hidden, logits, _sampling_inputs(x), cache)
 
     def sample(self, raw: Array, edited: Array, sampling: SamplingInputs) -> tuple[Array, SampleOutput]:
@@ -73,7 +77,7 @@ class StepFunctions:
         self.traces["prompt_logprobs"] += 1
 
         def one(chunk: tuple[Array, Array]) -> Rating:
-            logits = self.module.apply(params, chunk[0], method="logits")
+            logits = self._apply(params, chunk[0], method="logits")
             return rate(logits, chunk[1], jnp.int32(1), max_logprobs=self.max_logprobs)
 
         tokens = hidden.shape[0]
@@ -136,6 +140,7 @@ def step_temporaries(functions: StepFunctions, params: Any, cache: KVCache, buck
     """Bytes that a step of a bucket needs beside parameters and pool, as XLA tells."""
     lowered = lower_forward(functions, _abstract(params), _abstract(cache), bucket)
     analysis = lowered.compile().memory_analysis()
+    assert analysis is not None, "XLA tells the memory of every program on CPU and GPU"
     out = lowered.out_info
     kept = sum(math.prod(x.shape) * x.dtype.itemsize for x in (out.hidden, out.logits))
     # Sampling holds a few images of the logits: raw, edited, scaled, weights.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ class PagedAttend:
         out = paged_attention(
             q, kv.k, kv.v, self.block_tables, self.kv_lens, self.query_starts, max_query_len=self.max_query_len
         )
-        return out, kv
+        return cast(Array, out), kv
 
 
 def allocate(config: ModelConfig, num_blocks: int, block_size: int, dtype: jnp.dtype) -> KVCache:

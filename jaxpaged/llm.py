@@ -157,6 +157,8 @@ class LLM:
                 advanced = self.engine.step()
                 progress.update(advanced, self.engine)
                 yield
+        if any(c.finish_reason == "abort" for c in completions):
+            raise RuntimeError("the request was aborted: a step failed or was interrupted in another call; ask again")
 
 
 class _Progress:

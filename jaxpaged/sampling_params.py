@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import NoReturn
 
 _GREEDY_BELOW = 1e-5
+_MOST_STOP_CHARACTERS = 4000  # their beginnings are all looked up, which takes the square of their length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if _integer("n", self.n, "an int", 1) != 1:
-            _refuse("n", self.n, "parallel sampling is not available yet", "use n=1 and send the prompt n times")
+            _refuse("n", self.n, "more than one, and parallel sampling is not available yet", "send the prompt n times")
         _number("temperature", self.temperature, 0)
         _integer("top_k", self.top_k, "an int, 0 or -1 to disable it", -1)
         _number("top_p", self.top_p, 0, 1, above=True)
@@ -100,6 +101,8 @@ class SamplingParams:
 
     def _check_lists(self) -> None:
         """Reads every list once: the cached properties check it and keep the snapshot."""
+        if sum(map(len, self.stop_strings)) > _MOST_STOP_CHARACTERS:
+            _refuse("stop", self.stop, f"longer than {_MOST_STOP_CHARACTERS} characters in all", "use shorter or fewer")
         if self.stop_strings and not self.detokenize:
             _refuse("stop", self.stop, "text, which detokenize=False never makes", "use stop_token_ids or detokenize")
         if self.allowed_ids is not None and not self.allowed_ids:

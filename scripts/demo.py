@@ -18,10 +18,10 @@ QUESTIONS = [
     "What is the capital of France?",
     "Name three primary colours.",
     "Write a haiku about the sea.",
-    "What is 12 + 30?",
+    "How many days are there in a week?",
     "Explain in two sentences what a hash table is.",
-    "Who wrote Romeo and Juliet?",
-    "Give me a recipe for pancakes, with amounts and steps.",
+    "What do bees make?",
+    "How do I boil an egg?",
     "Write a Python function that reverses a string.",
     "Why is the sky blue?",
     "Translate 'good morning' into Spanish.",
@@ -34,7 +34,7 @@ QUESTIONS = [
     "What is the largest planet of the solar system?",
     "Write one sentence that uses the word 'serendipity'.",
     "What is the difference between a list and a tuple in Python?",
-    "Say hello in three languages.",
+    "What is the chemical symbol for water?",
 ]
 
 _FACTS = [
@@ -87,7 +87,8 @@ def run(args: argparse.Namespace) -> None:
     llm = LLM(model=args.model, dtype=args.dtype, num_kv_blocks=args.num_kv_blocks)
     loaded = time.perf_counter()
     asked = conversations()
-    outputs = llm.chat(asked, SamplingParams(temperature=0, max_tokens=args.max_tokens))
+    params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
+    outputs = llm.chat(asked, params, use_tqdm=sys.stderr.isatty())
     elapsed = time.perf_counter() - loaded
 
     for messages, output in zip(asked, outputs, strict=True):

@@ -114,3 +114,8 @@ def test_sampling_words(params, expected):
 def test_negative_seeds_are_taken_modulo_two_to_the_64():
     words = np.frombuffer(batch.sampling_words(SamplingParams(), -2, VOCAB), np.uint32)
     assert words[4:].tolist() == [2**32 - 1, 2**32 - 2]
+
+
+def test_a_temperature_beyond_float32_is_the_largest_there_is():
+    words = np.frombuffer(batch.sampling_words(SamplingParams(temperature=1e300), 0, VOCAB), np.float32)
+    assert words[0] == np.finfo(np.float32).max

@@ -124,3 +124,12 @@ def test_prompt_logprobs_where_the_budget_is_that_of_decodes_alone(budget):
     expected = tiny.log_softmax(tiny.raw_logits(prompt))
     for i in range(1, 11):
         assert output.prompt_logprobs[i][prompt[i]].logprob == pytest.approx(expected[i - 1, prompt[i]], abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"num_kv_blocks": 10**9}, {"kv_cache_memory_bytes": 10**15}])
+def test_a_pool_larger_than_the_memory_is_refused_before_anything_is_allocated(monkeypatch, options):
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"{name}=\d+ makes a KV pool of .* GiB, more than the .* GiB of memory"):
+        pool_blocks(monkeypatch, None, backend="cpu", **options)
+    with pytest.raises(ValueError, match=name):
+        pool_blocks(monkeypatch, {"bytes_limit": 2**30, "bytes_in_use": 0}, **options)

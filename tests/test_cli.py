@@ -127,8 +127,15 @@ def test_ctrl_c_stops_the_answer_and_what_came_counts(llm, run, conversations, m
 def test_a_conversation_that_grew_too_long_says_so_and_can_start_over(run, conversations):
     result = run("chat", "--max-tokens", "8", "--seed", "1", typed="a" * 150 + "\n/new\nhello\n\n")
     assert result.exit_code == 0, result.output
-    assert "leaves no room for output in max_model_len=128 (/new starts over)" in result.stderr
+    assert "tokens fill the context (/new starts over)" in result.stderr
     assert conversations[-1] == [HELLO]
+
+
+def test_an_answer_uses_the_room_that_the_context_leaves(run, conversations):
+    result = run("chat", "--max-tokens", "512", "--seed", "1", typed="hello\n\n")
+    assert result.exit_code == 0, result.output
+    assert conversations[-1] == [HELLO]
+    assert result.stderr == ""
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_block_sizes(block_size):
         ("block_size", 24, "must be one of"),
         ("block_size", 16.0, "must be one of"),
         ("block_size", True, "must be one of"),
-        ("max_model_len", 0, "must be an integer of at least 1 or None"),
+        ("max_model_len", 1, "must be an integer of at least 2 or None"),
         ("max_model_len", 10.5, "must be an integer"),
         ("num_kv_blocks", -1, "must be an integer of at least 1"),
         ("num_kv_blocks", True, "must be an integer"),

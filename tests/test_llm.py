@@ -261,3 +261,24 @@ def test_threads_take_turns(llm):
 def test_a_misspelt_option_of_chat_is_refused(llm):
     with pytest.raises(TypeError, match="max_tokens"):
         llm.chat([{"role": "user", "content": "hi"}], max_tokens=5)
+
+
+def test_text_with_tokens_that_the_model_lacks_is_refused(llm, monkeypatch):
+    monkeypatch.setattr(llm.engine.tokenizer, "encode", lambda text: [5, 288])
+    with pytest.raises(ValueError, match=r"prompt\[1\]=288 must be a token id from 0 to 287, the model's vocabulary"):
+        llm.generate("extra", GREEDY, use_tqdm=False)
+
+
+def test_an_abort_by_another_call_is_an_error_and_not_a_short_answer(llm, monkeypatch):
+    pieces = llm.stream(PROMPT, GREEDY)
+    next(pieces)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "dispatch", interrupted_dispatch)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPT, GREEDY, use_tqdm=False)
+    with pytest.raises(RuntimeError, match="aborted: a step failed or was interrupted in another call"):
+        "".join(pieces)
+
+
+def interrupted_dispatch(plan):
+    raise KeyboardInterrupt

@@ -201,3 +201,10 @@ def test_validate_for_accepts_the_edges() -> None:
     validate_for(SamplingParams(), vocab_size=1, max_logprobs=0)
     with pytest.raises(ValueError, match="logprobs=20 is more than there are tokens"):
         validate_for(SamplingParams(logprobs=20), vocab_size=10, max_logprobs=20)
+
+
+def test_stop_strings_are_bounded() -> None:
+    SamplingParams(stop=["x" * 4000])
+    for stop in (["x" * 4001], ["ab"] * 2001):
+        with pytest.raises(ValueError, match=r"stop=.* is longer than 4000 characters in all"):
+            SamplingParams(stop=stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +105,7 @@ def _no_gradient(x: Array) -> Array:
     return x
 
 
-def _refuse_gradient(*_: object) -> None:
+def _refuse_gradient(*_: object) -> NoReturn:
     raise ValueError(
         "paged_attention is not differentiable: it reads a KV cache that a training step does not have; "
         "use dense attention where you need gradients"
