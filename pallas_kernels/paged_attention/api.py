@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.paged_attention import mosaic
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.spec import AttentionSpec
 
@@ -21,7 +22,10 @@ def _always(*_: object, **__: object) -> None:
     return None
 
 
-IMPLEMENTATIONS = (Implementation("reference", paged_attention_reference, _always),)
+IMPLEMENTATIONS = (
+    Implementation("mosaic", mosaic.mosaic_attention, mosaic.refusal, by_name_only=True),
+    Implementation("reference", paged_attention_reference, _always),
+)
 
 
 def paged_attention(
@@ -75,7 +79,8 @@ def paged_attention(
       max_query_len: most queries that any sequence has, if known at trace time: 1 for a step of decodes
         alone. It is a promise, and lets kernels do less.
       return_lse: also return the log-sum-exp of the scores, sinks included, for `merge_attention`.
-      implementation: `"reference"`, or None for the best that serves this call.
+      implementation: `"mosaic"` (Hopper kernels, by name only until they are proved end to end), `"reference"`
+        (XLA, any device), or None for the best that serves this call.
 
     Returns:
       The attention output in `q`'s shape and dtype, zeros in padding rows; with `return_lse` also the natural

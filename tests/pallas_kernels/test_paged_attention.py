@@ -7,7 +7,8 @@ from paged import dense_attention, make_case
 from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention.api import IMPLEMENTATIONS
 
-pytestmark = pytest.mark.parametrize("implementation", [i.name for i in IMPLEMENTATIONS])
+# The Hopper kernels have suites of their own, for dtypes and sizes that they serve, on a GPU.
+pytestmark = pytest.mark.parametrize("implementation", [i.name for i in IMPLEMENTATIONS if i.name != "mosaic"])
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3}
 
@@ -141,7 +142,7 @@ def test_runs_inside_the_users_jit(implementation):
         ({"logit_soft_cap": 0.0}, "logit_soft_cap=0.0 must be above 0"),
         ({"sinks": jnp.zeros(2)}, r"sinks must have shape \(4,\)"),
         ({"k_scale": jnp.zeros(4)}, r"k_scale must have shape \(2,\)"),
-        ({"implementation": "magic"}, "implementation='magic' is unknown; choose one of 'reference'"),
+        ({"implementation": "magic"}, "implementation='magic' is unknown; choose one of 'mosaic', 'reference'"),
     ],
 )
 def test_bad_input_is_refused_before_any_launch(change, message, implementation):

@@ -1,0 +1,93 @@
+"""Order and splits of ragged decode work, planned on the device with static shapes.
+
+A sequence's KV is cut into pieces of whole tiles where one program would keep the others waiting. The pieces of all
+sequences, longest first, fill the rows of one table, of which every program of the kernel reads its own. Ranks come
+from comparing all sequences with all, which for the few hundred of a batch is two small fusions and no sort.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+SEQ, QUERY, KV_LEN, FIRST_TILE, END_TILE, HOME, PIECES, FIELDS = range(8)
+"""Columns of the table: the sequence, its row of q, its tokens, the piece's tiles, the row of the sequence's first
+piece and how many it has (0: the row holds no work)."""
+
+# Costs in the time that a program needs for a tile while the whole GPU is busy, fitted to measurements on an H200.
+_LONE_SPEEDUP = 3  # a program that has its multiprocessor to itself is this much faster
+_PROGRAM_COST = 0.5  # to start and end
+_MERGE_COST = 0.8  # of a sequence's pieces, if any has several
+_PART_COST = 0.03  # for each piece of the sequence that has most
+
+
+def plan_decode(
+    kv_lens: Int32[Array, " seqs"],
+    query_starts: Int32[Array, " seqs_plus_1"],
+    *,
+    tile: int,
+    table_tokens: int,
+    sliding_window: int | None,
+    kv_heads: int,
+    slots: int,
+) -> Int32[Array, "rows_plus_1 fields"]:
+    """The table of pieces, and in a last row the number of queries (in column 0).
+
+    Args:
+      kv_lens: tokens of each sequence.
+      query_starts: as of `paged_attention`; a sequence has one query or none.
+      tile: tokens a program handles at once.
+      table_tokens: most tokens that a block table can hold.
+      sliding_window: positions that a query sees; tiles before them are left out.
+      kv_heads: each piece is run once a KV head.
+      slots: programs that the GPU runs at a time.
+    """
+    seqs = kv_lens.shape[0]
+    extra = -(-slots // kv_heads)  # enough that a sequence alone can fill the GPU
+    rows = seqs + extra
+    queried = query_starts[1:] > query_starts[:-1]
+    first = jnp.maximum(kv_lens - sliding_window, 0) // tile if sliding_window else jnp.zeros_like(kv_lens)
+    tiles = jnp.where(queried, jnp.maximum((kv_lens + tile - 1) // tile - first, 1), 0)
+
+    longest = _longest_piece(tiles, _candidates(-(-table_tokens // tile)), rows, kv_heads, slots)
+    pieces = (tiles + longest - 1) // longest
+    size = (tiles + jnp.maximum(pieces, 1) - 1) // jnp.maximum(pieces, 1)
+    index = jnp.arange(seqs, dtype=jnp.int32)
+    earlier = (size > size[:, None]) | ((size == size[:, None]) & (index < index[:, None]))
+    home = jnp.sum(jnp.where(earlier, pieces, 0), axis=1, dtype=jnp.int32)
+
+    row = jnp.arange(rows, dtype=jnp.int32)
+    owns = (home <= row[:, None]) & (row[:, None] < home + pieces)  # [rows, seqs], at most one a row
+    begin = first + (row[:, None] - home) * size
+    fields = [index, query_starts[:-1], kv_lens, begin, jnp.minimum(begin + size, first + tiles), home, pieces]
+    columns = [jnp.sum(jnp.where(owns, field, 0), axis=1, dtype=jnp.int32) for field in fields]
+    table = jnp.stack([*columns, jnp.zeros_like(row)], axis=1)
+    return jnp.concatenate([table, jnp.broadcast_to(query_starts[-1:, None], (1, FIELDS + 1))])
+
+
+def _candidates(most_tiles: int) -> np.ndarray:
+    """Piece lengths to choose from: all short ones, then steps of 8 %."""
+    lengths = {1, most_tiles}
+    length = 1.0
+    while length < most_tiles:
+        lengths.add(int(length))
+        length = max(length + 1, length * 1.08)
+    return np.array(sorted(lengths), np.int32)
+
+
+def _longest_piece(tiles: Array, lengths: np.ndarray, rows: int, kv_heads: int, slots: int) -> Array:
+    """The length of `lengths` that makes the estimated time least; the pieces of all then fit in `rows`."""
+    pieces = (tiles + lengths[:, None] - 1) // lengths[:, None]  # [lengths, seqs]
+    count = pieces.sum(axis=1)
+    longest = ((tiles + jnp.maximum(pieces, 1) - 1) // jnp.maximum(pieces, 1)).max(axis=1).astype(jnp.float32)
+    programs = (count * kv_heads).astype(jnp.float32)
+    busy = tiles.sum().astype(jnp.float32) * kv_heads / slots  # tiles of each slot if all were equally loaded
+    # What runs while most of the GPU rests: the longest piece beyond the mean load; if the programs come in several
+    # waves, some of the last wave too, which are short ones.
+    last_wave = jnp.where(programs <= slots, 0, tiles.sum() / jnp.maximum(count, 1))
+    tail = jnp.maximum(jnp.maximum(longest - busy, 0), last_wave) / _LONE_SPEEDUP
+    parts = pieces.max(axis=1)
+    merge = jnp.where(parts > 1, _MERGE_COST + _PART_COST * parts, 0)
+    cost = tail + _PROGRAM_COST * programs / slots + merge
+    return jnp.asarray(lengths)[jnp.argmin(jnp.where(count <= rows, cost, jnp.inf))]

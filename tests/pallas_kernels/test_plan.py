@@ -1,0 +1,68 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import plan
+
+BATCHES = {
+    "one long": [8192],
+    "few long": [16384] * 8,
+    "uniform": [2048] * 128,
+    "one long among short": [0, 5, 16384, *[100] * 60],
+    "random": np.random.default_rng(0).integers(0, 3000, 200).tolist(),
+}
+
+
+def make_plan(kv_lens, queried=None, *, kv_heads=8, window=None):
+    counts = np.ones(len(kv_lens), np.int32) if queried is None else np.asarray(queried, np.int32)
+    starts = jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32)
+    options = {"tile": 64, "table_tokens": 16384, "sliding_window": window, "kv_heads": kv_heads, "slots": 396}
+    table = np.asarray(plan.plan_decode(jnp.asarray(kv_lens, jnp.int32), starts, **options))
+    assert table[-1, 0] == counts.sum()
+    return table[:-1]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kv_heads", [1, 8, 40])
+def test_every_tile_is_in_one_piece_and_pieces_of_a_sequence_are_neighbours(batch, kv_heads):
+    lens = BATCHES[batch]
+    table = make_plan(lens, kv_heads=kv_heads)
+    work = table[table[:, plan.PIECES] > 0]
+    assert not table[len(work) :].any()
+    for seq, n in enumerate(lens):
+        rows = np.flatnonzero((table[:, plan.SEQ] == seq) & (table[:, plan.PIECES] > 0))
+        tiles = [t for r in rows for t in range(table[r, plan.FIRST_TILE], table[r, plan.END_TILE])]
+        assert tiles == list(range(max(1, -(-n // 64))))
+        assert (table[rows, plan.PIECES] == len(rows)).all()
+        assert (table[rows, plan.HOME] == rows[0]).all()
+        assert (np.diff(rows) == 1).all()
+        assert (table[rows, plan.KV_LEN] == n).all()
+        assert (table[rows, plan.QUERY] == seq).all()
+
+
+def test_longest_first():
+    table = make_plan(BATCHES["random"])
+    work = table[table[:, plan.PIECES] > 0]
+    sizes = (work[:, plan.END_TILE] - work[:, plan.FIRST_TILE])[work[:, plan.HOME] == np.arange(len(work))]
+    assert (np.diff(sizes) <= 0).all()
+
+
+def test_long_rows_are_split_and_uniform_batches_are_not():
+    assert make_plan([8192])[0, plan.PIECES] >= 17  # more programs of 8 heads than an H200 has multiprocessors
+    assert make_plan([16384] * 8)[0, plan.PIECES] == 6
+    assert make_plan([2048] * 128)[:, plan.PIECES].max() == 1
+    ragged = make_plan(BATCHES["one long among short"])
+    assert ragged[0, plan.SEQ] == 2
+    assert ragged[0, plan.PIECES] > 8
+
+
+def test_a_window_leaves_out_the_tiles_before_it():
+    table = make_plan([1000], window=100)
+    assert table[0, plan.FIRST_TILE] == 900 // 64
+    assert table[:, plan.END_TILE].max() == 16
+
+
+def test_sequences_without_queries_have_no_piece():
+    table = make_plan([100, 200, 300], [1, 0, 1])
+    assert 1 not in table[table[:, plan.PIECES] > 0, plan.SEQ]
+    assert set(table[table[:, plan.SEQ] == 2, plan.QUERY]) == {1}
