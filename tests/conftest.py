@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import pytest
+
+# Code that a user's stricter settings would break must not pass here.
+jax.config.update("jax_numpy_rank_promotion", "raise")
 
 TINY = Path(__file__).parent / "data" / "tiny"
 TINY_OPTIONS = {

@@ -59,7 +59,7 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return wide.astype(x.dtype) * scale
+        return wide.astype(x.dtype) * scale[None]
 
 
 class Embedding(nn.Module):
@@ -117,7 +117,7 @@ def _llama3_scaled(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.nd
 
 def rope_angles(positions: Int32[Array, " tokens"], frequencies: np.ndarray) -> RopeAngles:
     """The rotation angles of tokens at these positions."""
-    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
     return jnp.cos(angles), jnp.sin(angles)
 
 

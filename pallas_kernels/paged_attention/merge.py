@@ -28,9 +28,9 @@ def merge_attention(
         )
     maximum = lses.max(axis=0)
     finite = jnp.where(jnp.isneginf(maximum), 0, maximum)
-    weights = jnp.exp(lses.astype(jnp.float32) - finite)
+    weights = jnp.exp(lses.astype(jnp.float32) - finite[None])
     total = weights.sum(axis=0)
-    weights = weights / jnp.where(total > 0, total, 1)
+    weights = weights / jnp.where(total > 0, total, 1)[None]
     parts = jnp.where(weights[..., None] > 0, outs.astype(jnp.float32), 0)  # a part without keys may hold NaN
     out = (parts * weights[..., None]).sum(axis=0)
     return out.astype(outs.dtype), maximum + jnp.log(total)

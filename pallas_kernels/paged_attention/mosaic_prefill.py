@@ -561,7 +561,7 @@ def _launch(
 def _by_token(g: _Geometry, plan: PrefillPlan, lse: Array, tokens: int) -> Float[Array, "tokens q_heads"]:
     """The log-sum-exp from one a row of a tile to one a token; padding gets -inf."""
     lse = lse.reshape(-1, g.groups, g.tile_tokens, g.pack).swapaxes(1, 2).reshape(-1, g.tile_tokens, g.q_heads)
-    offset = jnp.arange(g.tile_tokens, dtype=jnp.int32)
+    offset = jnp.arange(g.tile_tokens, dtype=jnp.int32)[None]
     target = jnp.where(offset < plan.tiles[:, ROWS, None], plan.tiles[:, ROW, None] + offset, tokens)
     return jnp.full((tokens, g.q_heads), -jnp.inf).at[target].set(lse, mode="drop")
 

@@ -54,13 +54,14 @@ def plan_decode(
     pieces = (tiles + longest - 1) // longest
     size = (tiles + jnp.maximum(pieces, 1) - 1) // jnp.maximum(pieces, 1)
     index = jnp.arange(seqs, dtype=jnp.int32)
-    earlier = (size > size[:, None]) | ((size == size[:, None]) & (index < index[:, None]))
-    home = jnp.sum(jnp.where(earlier, pieces, 0), axis=1, dtype=jnp.int32)
+    earlier = (size[None] > size[:, None]) | ((size[None] == size[:, None]) & (index[None] < index[:, None]))
+    home = jnp.sum(jnp.where(earlier, pieces[None], 0), axis=1, dtype=jnp.int32)
 
     row = jnp.arange(rows, dtype=jnp.int32)
-    owns = (home <= row[:, None]) & (row[:, None] < home + pieces)  # [rows, seqs], at most one a row
-    begin = first + (row[:, None] - home) * size
-    fields = [index, query_starts[:-1], kv_lens, begin, jnp.minimum(begin + size, first + tiles), home, pieces]
+    owns = (home[None] <= row[:, None]) & (row[:, None] < (home + pieces)[None])  # [rows, seqs], at most one a row
+    begin = first[None] + (row[:, None] - home[None]) * size[None]
+    end = jnp.minimum(begin + size[None], (first + tiles)[None])
+    fields = [index[None], query_starts[None, :-1], kv_lens[None], begin, end, home[None], pieces[None]]
     columns = [jnp.sum(jnp.where(owns, field, 0), axis=1, dtype=jnp.int32) for field in fields]
     table = jnp.stack([*columns, jnp.zeros_like(row)], axis=1)
     return jnp.concatenate([table, jnp.broadcast_to(query_starts[-1:, None], (1, FIELDS + 1))])
@@ -78,9 +79,9 @@ def _candidates(most_tiles: int) -> np.ndarray:
 
 def _longest_piece(tiles: Array, lengths: np.ndarray, rows: int, kv_heads: int, slots: int) -> Array:
     """The length of `lengths` that makes the estimated time least; the pieces of all then fit in `rows`."""
-    pieces = (tiles + lengths[:, None] - 1) // lengths[:, None]  # [lengths, seqs]
+    pieces = (tiles[None] + lengths[:, None] - 1) // lengths[:, None]  # [lengths, seqs]
     count = pieces.sum(axis=1)
-    longest = ((tiles + jnp.maximum(pieces, 1) - 1) // jnp.maximum(pieces, 1)).max(axis=1).astype(jnp.float32)
+    longest = ((tiles[None] + jnp.maximum(pieces, 1) - 1) // jnp.maximum(pieces, 1)).max(axis=1).astype(jnp.float32)
     programs = (count * kv_heads).astype(jnp.float32)
     busy = tiles.sum().astype(jnp.float32) * kv_heads / slots  # tiles of each slot if all were equally loaded
     # What runs while most of the GPU rests: the longest piece beyond the mean load; if the programs come in several

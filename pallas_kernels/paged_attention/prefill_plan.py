@@ -45,18 +45,20 @@ def plan_prefill(
     queries = query_starts[1:] - query_starts[:-1]
     tiles = (queries + tile_tokens - 1) // tile_tokens
     order = jnp.arange(seqs, dtype=jnp.int32)
-    ends = jnp.sum(jnp.where(order <= order[:, None], tiles, 0), axis=1, dtype=jnp.int32)  # of each sequence's tiles
+    ends = jnp.sum(
+        jnp.where(order[None] <= order[:, None], tiles[None], 0), axis=1, dtype=jnp.int32
+    )  # of each sequence's tiles
 
     index = jnp.arange(slots, dtype=jnp.int32)
-    owner = (ends - tiles <= index[:, None]) & (index[:, None] < ends)  # [slots, seqs], one a row in use
-    pick = lambda x: jnp.sum(jnp.where(owner, x, 0), axis=1, dtype=jnp.int32)  # noqa: E731
+    owner = ((ends - tiles)[None] <= index[:, None]) & (index[:, None] < ends[None])  # [slots, seqs], one a row in use
+    pick = lambda x: jnp.sum(jnp.where(owner, x[None], 0), axis=1, dtype=jnp.int32)  # noqa: E731
     offset = jnp.where(index < ends[-1], index - pick(ends - tiles), 0) * tile_tokens
     rows = jnp.minimum(tile_tokens, pick(queries) - offset)
     kv_len = pick(kv_lens)
     columns = [pick(order), pick(query_starts[:-1]) + offset, rows, kv_len - pick(queries) + offset, kv_len]
     later = (pick(tiles) - 1 - offset // tile_tokens) // bundle  # whole bundles behind this tile's
     seen = jnp.where(rows > 0, kv_len - later * (bundle * tile_tokens), 0)
-    before = (seen > seen[:, None]) | ((seen == seen[:, None]) & (index < index[:, None]))
+    before = (seen[None] > seen[:, None]) | ((seen[None] == seen[:, None]) & (index[None] < index[:, None]))
     rank = jnp.sum(before, axis=1, dtype=jnp.int32)
     table = jnp.stack([*columns] + [jnp.zeros_like(rank)] * (_COLUMNS - len(columns)), axis=1)
     table = jnp.zeros_like(table).at[rank].set(table, unique_indices=True)

@@ -36,7 +36,7 @@ def _cut(query_starts: Array, kv_lens: Array, num_queries: int, tile: int) -> _T
     index = jnp.arange(num_tiles, dtype=jnp.int32)
     seq = jnp.minimum(jnp.searchsorted(ends, index, side="right"), counts.shape[0] - 1).astype(jnp.int32)
     first_tile = jnp.where(seq > 0, ends[seq - 1], 0)
-    offset = (index - first_tile)[:, None] * tile + jnp.arange(tile, dtype=jnp.int32)
+    offset = (index - first_tile)[:, None] * tile + jnp.arange(tile, dtype=jnp.int32)[None]
     valid = (offset < counts[seq, None]) & (index < ends[-1])[:, None]
     query = jnp.clip(query_starts[seq, None] + offset, 0, num_queries - 1)
     return _Tiles(seq, query, kv_lens[seq, None] - counts[seq, None] + offset, valid)
@@ -76,12 +76,12 @@ def paged_attention_reference(
         blocks = jax.lax.dynamic_slice_in_dim(tables, i * chunk_blocks, chunk_blocks, axis=1)
         k, v = (p[blocks].reshape(-1, chunk, kv_heads, head_dim).astype(jnp.float32) for p in (k_pool, v_pool))
         kv_position = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
-        distance = tiles.position[:, :, None] - kv_position
+        distance = tiles.position[:, :, None] - kv_position[None, None]
         seen = tiles.valid[:, :, None] & (distance >= 0) & (distance < window)  # [tiles, tile, chunk]
         # Slots that nobody sees may hold anything, NaN included, and 0 * NaN is NaN.
         v = jnp.where(seen.any(axis=1)[:, :, None, None], v, 0)
         if k_scale is not None:
-            k = k * k_scale[:, None]
+            k = k * k_scale[None, None, :, None]
         scores = jnp.einsum("nthgd,nchd->nhgtc", grouped, k, precision="highest")
         if spec.logit_soft_cap is not None:
             scores = spec.logit_soft_cap * jnp.tanh(scores / spec.logit_soft_cap)
@@ -99,13 +99,13 @@ def paged_attention_reference(
     end = (tile_ends.max() + chunk - 1) // chunk
     maximum, total, acc = jax.lax.fori_loop(first, end, walk, state)
     if sinks is not None:
-        sinks = sinks.astype(jnp.float32).reshape(kv_heads, -1, 1)
+        sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)
         new_maximum = jnp.maximum(maximum, sinks)
         decay = jnp.exp(maximum - new_maximum)
         maximum, total = new_maximum, total * decay + jnp.exp(sinks - new_maximum)
         acc = acc * decay[..., None]
     if v_scale is not None:
-        acc = acc * v_scale[:, None, None, None]
+        acc = acc * v_scale[None, :, None, None, None]
     lse = maximum + jnp.log(total)
     out = acc / jnp.where(total > 0, total, 1)[..., None]
 
