@@ -91,6 +91,9 @@ def collect_edits(requests: Iterable[EditRequest], rows: int) -> LogitEdits | No
       requests: the rows that may have edits (`SamplingParams.has_logit_edits`); others may be left out.
       rows: rows of the logits, padding included.
     """
+    requests = list(requests)
+    if not requests:
+        return None  # most steps: no arrays need making
     restricted = np.zeros(rows, bool)
     presence, frequency = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
     repetition = np.ones(rows, np.float32)

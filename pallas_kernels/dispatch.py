@@ -11,6 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
+def serves_all(*_: object, **__: object) -> None:
+    """The refusal of an implementation that serves every call of its op."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """One way to compute an op."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.dispatch import Implementation, choose, serves_all
 from pallas_kernels.paged_attention import mosaic
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.spec import AttentionSpec
@@ -18,13 +18,9 @@ _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _POOL_FLOATS = (*_FLOATS, jnp.float8_e4m3fn)
 
 
-def _always(*_: object, **__: object) -> None:
-    return None
-
-
 IMPLEMENTATIONS = (
     Implementation("mosaic", mosaic.mosaic_attention, mosaic.refusal, by_name_only=True),
-    Implementation("reference", paged_attention_reference, _always),
+    Implementation("reference", paged_attention_reference, serves_all),
 )
 
 

@@ -6,6 +6,7 @@ Both are imported on first use, since only a GPU needs them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from jaxtyping import Array
@@ -14,19 +15,23 @@ from pallas_kernels.paged_attention.spec import AttentionSpec
 
 
 def refusal(*arrays_and_spec: Any, **extras: Array | None) -> str | None:
-    """Why neither kernel can serve a call, or None. Takes the arguments of `mosaic_attention`."""
-    from pallas_kernels.paged_attention import mosaic_decode, mosaic_prefill
-
-    spec: AttentionSpec = arrays_and_spec[-1]
-    kernel = mosaic_decode if spec.max_query_len == 1 else mosaic_prefill
-    return kernel.refusal(*arrays_and_spec, **extras)
+    """Why the kernel of a call can't serve it, or None. Takes the arguments of `mosaic_attention`."""
+    _, kernel_refusal = _kernel(arrays_and_spec[-1])
+    return kernel_refusal(*arrays_and_spec, **extras)
 
 
 def mosaic_attention(*arrays_and_spec: Any, **extras: Any) -> tuple[Array, Array | None]:
     """Output and, if asked for, log-sum-exp; the arguments are those of `paged_attention_reference`."""
-    from pallas_kernels.paged_attention import mosaic_decode, mosaic_prefill
+    run, _ = _kernel(arrays_and_spec[-1])
+    return run(*arrays_and_spec, **extras)
 
-    spec: AttentionSpec = arrays_and_spec[-1]
+
+def _kernel(spec: AttentionSpec) -> tuple[Callable[..., Any], Callable[..., str | None]]:
+    """The kernel of a call, and its refusal."""
     if spec.max_query_len == 1:
-        return mosaic_decode.mosaic_decode(*arrays_and_spec, **extras)
-    return mosaic_prefill.mosaic_prefill(*arrays_and_spec, **extras)
+        from pallas_kernels.paged_attention import mosaic_decode
+
+        return mosaic_decode.mosaic_decode, mosaic_decode.refusal
+    from pallas_kernels.paged_attention import mosaic_prefill
+
+    return mosaic_prefill.mosaic_prefill, mosaic_prefill.refusal
