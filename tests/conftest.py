@@ -12,6 +12,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 TINY = Path(__file__).parent / "data" / "tiny"
 TINY_OPTIONS = {
+    "dtype": "float32",
     "max_model_len": 128,
     "block_size": 8,
     "num_kv_blocks": 24,

@@ -33,6 +33,7 @@ def paged_attention(
     query_starts: Int32[Array, " seqs_plus_1"],
     *,
     scale: float | None = None,
+    causal: bool = True,
     sliding_window: int | None = None,
     logit_soft_cap: float | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
@@ -45,7 +46,7 @@ def paged_attention(
     Float[Array, "tokens q_heads head_dim"]
     | tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]
 ):
-    """Causal attention of ragged queries over keys and values in a paged pool.
+    """Attention, causal by default, of ragged queries over keys and values in a paged pool.
 
     Sequence `i` owns the queries `q[query_starts[i]:query_starts[i + 1]]`: one row for a decode, many for a
     (chunk of a) prefill, in any mix. They are its last tokens: the newest has position `kv_lens[i] - 1`, and
@@ -67,6 +68,8 @@ def paged_attention(
       kv_lens: tokens of each sequence that are in the pool, its queries included; 0 for a padding row.
       query_starts: where each sequence's queries start, non-decreasing from 0, `seqs + 1` entries.
       scale: factor on the scores; `head_dim ** -0.5` if None.
+      causal: False lets every query see all `kv_lens` tokens of its sequence: for keys that all its queries share,
+        such as a common prefix, without `sliding_window`.
       sliding_window: each query sees this many positions, its own included; all if None.
       logit_soft_cap: scores become `cap * tanh(scores / cap)` (Gemma 2).
       sinks: a logit for each query head that takes part in the softmax and brings no value (gpt-oss).
@@ -86,9 +89,10 @@ def paged_attention(
       ValueError: shapes or dtypes disagree, or `implementation` can't serve the call.
     """
     _check(q, k_pool, v_pool, block_tables, kv_lens, query_starts)
-    _check_options(q, k_pool, sliding_window, logit_soft_cap, sinks, k_scale, v_scale, max_query_len)
+    _check_options(q, k_pool, causal, sliding_window, logit_soft_cap, sinks, k_scale, v_scale, max_query_len)
     spec = AttentionSpec(
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        causal=causal,
         sliding_window=sliding_window,
         logit_soft_cap=logit_soft_cap,
         max_query_len=max_query_len,
@@ -153,6 +157,7 @@ def _check(q: Array, k_pool: Array, v_pool: Array, block_tables: Array, kv_lens:
 def _check_options(
     q: Array,
     k_pool: Array,
+    causal: bool,
     sliding_window: int | None,
     logit_soft_cap: float | None,
     sinks: Array | None,
@@ -163,6 +168,8 @@ def _check_options(
     for name, value in {"sliding_window": sliding_window, "max_query_len": max_query_len}.items():
         if value is not None and value < 1:
             raise ValueError(f"paged_attention: {name}={value} must be at least 1, or None")
+    if not causal and sliding_window is not None:
+        raise ValueError(f"paged_attention: sliding_window={sliding_window} needs causal=True")
     if logit_soft_cap is not None and not logit_soft_cap > 0:
         raise ValueError(f"paged_attention: logit_soft_cap={logit_soft_cap} must be above 0, or None")
     for name, x, size in (

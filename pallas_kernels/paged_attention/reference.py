@@ -65,7 +65,9 @@ def paged_attention_reference(
     chunk_blocks = min(table_width, max(1, _KV_CHUNK_TOKENS // block_size))
     chunk = chunk_blocks * block_size
     tables = jnp.pad(block_tables, ((0, 0), (0, -table_width % chunk_blocks)))[tiles.seq]
-    tile_ends = jnp.max(jnp.where(tiles.valid, tiles.position + 1, 0), axis=1)  # KV tokens that a tile sees
+    # The last position that each query sees.
+    sees = tiles.position if spec.causal else jnp.broadcast_to(kv_lens[tiles.seq, None] - 1, tiles.position.shape)
+    tile_ends = jnp.max(jnp.where(tiles.valid, sees + 1, 0), axis=1)  # KV tokens that a tile sees
     window = spec.sliding_window or table_width * block_size
 
     grouped = q[tiles.query].reshape(-1, tile, kv_heads, q_heads // kv_heads, head_dim)
@@ -76,7 +78,7 @@ def paged_attention_reference(
         blocks = jax.lax.dynamic_slice_in_dim(tables, i * chunk_blocks, chunk_blocks, axis=1)
         k, v = (p[blocks].reshape(-1, chunk, kv_heads, head_dim).astype(jnp.float32) for p in (k_pool, v_pool))
         kv_position = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
-        distance = tiles.position[:, :, None] - kv_position[None, None]
+        distance = sees[:, :, None] - kv_position[None, None]
         seen = tiles.valid[:, :, None] & (distance >= 0) & (distance < window)  # [tiles, tile, chunk]
         # Slots that nobody sees may hold anything, NaN included, and 0 * NaN is NaN.
         v = jnp.where(seen.any(axis=1)[:, :, None, None], v, 0)
@@ -95,7 +97,7 @@ def paged_attention_reference(
 
     rows = (tables.shape[0], kv_heads, q_heads // kv_heads, tile)
     state = (jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
-    first = jnp.where(tiles.valid, tiles.position - (window - 1), jnp.iinfo(jnp.int32).max).min().clip(0) // chunk
+    first = jnp.where(tiles.valid, sees - (window - 1), jnp.iinfo(jnp.int32).max).min().clip(0) // chunk
     end = (tile_ends.max() + chunk - 1) // chunk
     maximum, total, acc = jax.lax.fori_loop(first, end, walk, state)
     if sinks is not None:

@@ -10,6 +10,7 @@ class AttentionSpec:
     """Hashable, so that it can key compiled kernels. See `pallas_kernels.paged_attention` for the meanings."""
 
     scale: float
+    causal: bool = True
     sliding_window: int | None = None
     logit_soft_cap: float | None = None
     max_query_len: int | None = None

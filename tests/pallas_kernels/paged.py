@@ -58,6 +58,7 @@ def make_case(
 def dense_attention(
     case: Case,
     scale: float | None = None,
+    causal: bool = True,
     sliding_window: int | None = None,
     logit_soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
@@ -84,7 +85,8 @@ def dense_attention(
         scores = np.einsum("qhd,khd->hqk", case.q[lo:hi].astype(np.float64), k) * scale
         if logit_soft_cap is not None:
             scores = logit_soft_cap * np.tanh(scores / logit_soft_cap)
-        distance = np.arange(n - (hi - lo), n)[:, None] - positions
+        sees = np.arange(n - (hi - lo), n) if causal else np.full(hi - lo, n - 1)
+        distance = sees[:, None] - positions
         seen = (distance >= 0) & (distance < (sliding_window or n))
         scores = np.where(seen, scores, -np.inf)
         maximum = np.maximum(scores.max(-1), sinks[:, None])

@@ -65,6 +65,7 @@ def test_padding_of_rows_tokens_and_tables(padding, implementation):
 
 FEATURES = {
     "scale": {"scale": 0.5},
+    "not causal": {"causal": False},
     "window": {"sliding_window": 20},
     "window of one": {"sliding_window": 1},
     "window wider than all": {"sliding_window": 1000},
@@ -138,6 +139,7 @@ def test_runs_inside_the_users_jit(implementation):
         ({"block_tables": jnp.zeros((1, 2), jnp.float32)}, "block_tables must be int32"),
         ({"v_pool": jnp.zeros((3, 16, 2, 16), jnp.bfloat16)}, "must agree in shape and dtype"),
         ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
+        ({"sliding_window": 8, "causal": False}, "sliding_window=8 needs causal=True"),
         ({"max_query_len": -1}, "max_query_len=-1 must be at least 1"),
         ({"logit_soft_cap": 0.0}, "logit_soft_cap=0.0 must be above 0"),
         ({"sinks": jnp.zeros(2)}, r"sinks must have shape \(4,\)"),
