@@ -6,7 +6,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test oldest lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -18,9 +18,14 @@ demo:  ## set up, fetch a small model, answer a batch of prompts through the pag
 	@sh scripts/setup.sh
 	@$(PY) scripts/demo.py $(ARGS)
 
-test:  ## set up and run all tests
+test:  ## set up and run all tests; without ARGS, those of `make oldest` before
 	@sh scripts/setup.sh dev
-	@$(PY) -m pytest $(ARGS)
+	@oldest=0; $(if $(ARGS),:,sh scripts/test_oldest.sh) || oldest=$$?; \
+	    $(PY) -m pytest $(ARGS) && exit $$oldest
+
+oldest:  ## lower every kernel with the oldest JAX that pyproject.toml admits
+	@sh scripts/setup.sh dev
+	@sh scripts/test_oldest.sh
 
 lint:  ## check style, formatting and types
 	@sh scripts/setup.sh dev
@@ -34,5 +39,5 @@ format:  ## fix what ruff can fix, and format
 	@$(PY) -m ruff format .
 
 clean:  ## remove .venv, caches and build output
-	@rm -rf .venv .setup.log .pytest_cache .ruff_cache .hypothesis build dist
+	@rm -rf .venv .venv-oldest .setup.log .setup-oldest.log .pytest_cache .ruff_cache .hypothesis build dist
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxpaged.models.config import ModelConfig
-from pallas_kernels import paged_attention, write_kv
+from pallas_kernels import paged_attention, rope_and_write_kv
 
 
 class LayerKV(NamedTuple):
@@ -44,11 +44,12 @@ class PagedAttend:
     query_starts: Int32[Array, " seqs_plus_1"]
     max_query_len: int | None = None
 
-    def __call__(self, q: Array, k: Array, v: Array, kv: LayerKV) -> tuple[Array, LayerKV]:
-        """Writes the batch's K and V, then attends through the block tables."""
-        kv = LayerKV(*write_kv(kv.k, kv.v, k, v, self.slots))
+    def __call__(self, qkv: Array, angles: tuple[Array, Array], kv: LayerKV) -> tuple[Array, LayerKV]:
+        """Rotates Q and K, writes the batch's K and V, then attends through the block tables."""
+        q, k, v = rope_and_write_kv(qkv, *angles, *kv, self.slots)
+        kv = LayerKV(k, v)
         out = paged_attention(
-            q, kv.k, kv.v, self.block_tables, self.kv_lens, self.query_starts, max_query_len=self.max_query_len
+            q, k, v, self.block_tables, self.kv_lens, self.query_starts, max_query_len=self.max_query_len
         )
         return cast(Array, out), kv
 

@@ -23,8 +23,6 @@ class Implementation:
     run: Callable[..., Any]
     refusal: Callable[..., str | None]
     """Called with the op's arguments; returns why this implementation can't serve them, or None."""
-    by_name_only: bool = False
-    """Whether it runs only where it is asked for by name: not proved end to end yet."""
 
 
 def choose(
@@ -46,8 +44,6 @@ def choose(
         raise ValueError(f"{op}: implementation={wanted!r} is unknown; choose one of {names}, or None")
     reasons = []
     for candidate in implementations:
-        if candidate.by_name_only:
-            continue
         reason = candidate.refusal(*args, **kwargs)
         if reason is None:
             return candidate

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from jaxpaged import kv_cache
 from jaxpaged.models.config import ModelConfig
@@ -43,14 +44,17 @@ def test_a_batch_is_written_and_then_attended_through_the_tables():
     layer = kv_cache.LayerKV(*(x.at[3, :2].set(p) for x, p in zip(layer, (past, 2 * past), strict=True)))
     q = rng.normal(size=(4, 4, 4)).astype(np.float32)
     k, v = rng.normal(size=(2, 4, 2, 4)).astype(np.float32)
+    angles = rng.normal(size=(4, 2)).astype(np.float32)
     attend = kv_cache.PagedAttend(
         slots=jnp.array([3 * 8 + 2, 8, 9, 4 * 8]),  # the last one is padding
         block_tables=jnp.array([[3, 0], [1, 0]]),
         kv_lens=jnp.array([3, 2]),
         query_starts=jnp.array([0, 1, 3]),
     )
-    out, written = jax.jit(lambda *args: attend(*args))(q, k, v, layer)
-    np.testing.assert_array_equal(written.k[3, :3], np.concatenate([past, k[:1]]))
+    qkv = np.concatenate([q, k, v], axis=1)
+    out, written = jax.jit(lambda *args: attend(*args))(qkv, (np.cos(angles), np.sin(angles)), layer)
+    q, k = (np.asarray(tiny.rotated(x, (np.cos(angles), np.sin(angles)))) for x in (q, k))
+    np.testing.assert_allclose(written.k[3, :3], np.concatenate([past, k[:1]]), rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(written.v[1, :2], v[1:3])
     assert not written.k[0].any()
     assert not written.k[2].any()

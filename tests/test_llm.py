@@ -224,7 +224,10 @@ def test_stats_add_up_over_calls(llm):
         ({"model": 5}, "model=5 must be a path, or 'demo'"),
         ({"model": "/nowhere"}, "model='/nowhere': .* there is nothing at this path"),
         ({"max_model_len": 257}, "max_model_len=257 is more than the 256 positions .* lower it"),
-        ({"kv_cache_memory_bytes": 10, "dtype": "float32"}, "kv_cache_memory_bytes=10 is given, but the least KV pool.*24576 bytes; raise"),
+        (
+            {"kv_cache_memory_bytes": 10, "dtype": "float32"},
+            "kv_cache_memory_bytes=10 is given, but the least KV pool.*24576 bytes; raise",
+        ),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "max_num_batched_tokens=4 must be at least max_num_seqs=8"),
     ],
 )

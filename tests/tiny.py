@@ -30,6 +30,7 @@ PROMPT, TOKENS = GOLDEN["prompt_ids"], GOLDEN["tokens"]
 EOS = 2
 VOCAB = 288
 MAX_LEN = 128
+HEADS = KV_HEADS = 4
 GREEDY = SamplingParams(temperature=0, max_tokens=len(TOKENS), ignore_eos=True)
 
 
@@ -81,10 +82,19 @@ def leaves_nothing_behind(llm: LLM) -> Iterator[LLM]:
     assert runner.pool_addresses() == addresses
 
 
+def rotated(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotary embedding by complex multiplication: dimension `i` and `i + head_dim / 2` are real and imaginary part."""
+    real, imaginary = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = (real + 1j * imaginary) * (angles[0] + 1j * angles[1])[:, None]
+    return jnp.concatenate([turned.real, turned.imag], axis=-1).astype(x.dtype)
+
+
 class _DenseAttend(NamedTuple):
     """Causal attention over one sequence, no cache."""
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, kv: None) -> tuple[jax.Array, None]:
+    def __call__(self, qkv: jax.Array, angles: tuple[jax.Array, jax.Array], kv: None) -> tuple[jax.Array, None]:
+        q, k, v = jnp.split(qkv, (HEADS, HEADS + KV_HEADS), axis=1)
+        q, k = rotated(q, angles), rotated(k, angles)
         k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
         scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * q.shape[-1] ** -0.5
         causal = jnp.tril(jnp.ones(scores.shape[1:], bool))

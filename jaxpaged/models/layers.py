@@ -24,11 +24,14 @@ RopeAngles = tuple[Float[Array, "tokens half_dim"], Float[Array, "tokens half_di
 class Attend(Protocol):
     """What a layer attends to is its caller's choice: a paged cache, or the dense batch itself. A pytree."""
 
-    def __call__(self, q: Array, k: Array, v: Array, kv: Any) -> tuple[Array, Any]:
+    def __call__(self, qkv: Array, angles: RopeAngles, kv: Any) -> tuple[Array, Any]:
         """Attention output `[tokens, heads, head_dim]` and the layer's new cache entry.
 
-        Args: q `[tokens, heads, head_dim]`, k and v `[tokens, kv_heads, head_dim]`, RoPE applied; kv, the layer's
-        cache entry.
+        Args:
+          qkv: `[tokens, heads + 2 * kv_heads, head_dim]`: queries, keys and values, as the fused projection gives
+            them. Rotating queries and keys is part of attending, so that a cache can do it as it writes.
+          angles: by which they are rotated, dimension `i` paired with `i + head_dim / 2` (Su et al., 2021).
+          kv: the layer's cache entry.
         """
         ...
 
@@ -119,10 +122,3 @@ def rope_angles(positions: Int32[Array, " tokens"], frequencies: np.ndarray) -> 
     """The rotation angles of tokens at these positions."""
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
     return jnp.cos(angles), jnp.sin(angles)
-
-
-def apply_rope(x: Float[Array, "tokens heads head_dim"], angles: RopeAngles) -> Float[Array, "tokens heads head_dim"]:
-    """Rotary position embedding (Su et al., 2021), pairing dimension `i` with `i + head_dim / 2`."""
-    cos, sin = (a[:, None, :] for a in angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -17,7 +17,6 @@ from jaxpaged.models.layers import (
     Linear,
     RMSNorm,
     RopeAngles,
-    apply_rope,
     rope_angles,
     rope_frequencies,
 )
@@ -35,8 +34,7 @@ class LlamaAttention(nn.Module):
         c = self.config
         heads = c.num_heads + 2 * c.num_kv_heads
         qkv = Linear(heads * c.head_dim, self.param_dtype, name="qkv")(x).reshape(-1, heads, c.head_dim)
-        q, k, v = jnp.split(qkv, (c.num_heads, c.num_heads + c.num_kv_heads), axis=1)
-        out, kv = attend(apply_rope(q, angles), apply_rope(k, angles), v, kv)
+        out, kv = attend(qkv, angles, kv)
         return Linear(c.hidden_size, self.param_dtype, name="out")(out.reshape(x.shape[0], -1)), kv
 
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import Implementation, choose, serves_all
-from pallas_kernels.paged_attention import mosaic
+from pallas_kernels.paged_attention import mosaic, triton
+from pallas_kernels.paged_attention.debug import checked_tables
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.spec import AttentionSpec
 
@@ -19,7 +20,8 @@ _POOL_FLOATS = (*_FLOATS, jnp.float8_e4m3fn)
 
 
 IMPLEMENTATIONS = (
-    Implementation("mosaic", mosaic.mosaic_attention, mosaic.refusal, by_name_only=True),
+    Implementation("mosaic", mosaic.mosaic_attention, mosaic.refusal),
+    Implementation("triton", triton.triton_attention, triton.refusal),
     Implementation("reference", paged_attention_reference, serves_all),
 )
 
@@ -78,15 +80,16 @@ def paged_attention(
       max_query_len: most queries that any sequence has, if known at trace time: 1 for a step of decodes
         alone. It is a promise, and lets kernels do less.
       return_lse: also return the log-sum-exp of the scores, sinks included, for `merge_attention`.
-      implementation: `"mosaic"` (Hopper kernels, by name only until they are proved end to end), `"reference"`
-        (XLA, any device), or None for the best that serves this call.
+      implementation: `"mosaic"` (Hopper kernels), `"triton"` (portable kernels, NVIDIA GPUs from sm_80 on),
+        `"reference"` (XLA, any device), or None for the best that serves this call.
 
     Returns:
       The attention output in `q`'s shape and dtype, zeros in padding rows; with `return_lse` also the natural
       log-sum-exp, float32, `-inf` in padding rows.
 
     Raises:
-      ValueError: shapes or dtypes disagree, or `implementation` can't serve the call.
+      ValueError: shapes or dtypes disagree, or `implementation` can't serve the call; in `debug_checks` also numbers
+        in `block_tables`, `kv_lens` or `query_starts` that break what is said above.
     """
     _check(q, k_pool, v_pool, block_tables, kv_lens, query_starts)
     _check_options(q, k_pool, causal, sliding_window, logit_soft_cap, sinks, k_scale, v_scale, max_query_len)
@@ -97,6 +100,16 @@ def paged_attention(
         logit_soft_cap=logit_soft_cap,
         max_query_len=max_query_len,
         return_lse=return_lse,
+    )
+    block_tables = checked_tables(
+        block_tables,
+        kv_lens,
+        query_starts,
+        num_tokens=q.shape[0],
+        num_blocks=k_pool.shape[0],
+        block_size=k_pool.shape[1],
+        causal=causal,
+        max_query_len=max_query_len,
     )
     arrays = (q, k_pool, v_pool, block_tables, kv_lens, query_starts)
     extras = {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}

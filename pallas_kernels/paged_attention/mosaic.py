@@ -1,14 +1,19 @@
-"""Paged attention on Hopper: one of two Mosaic GPU kernels, by what a sequence can bring.
+"""Paged attention on Hopper: one of two Mosaic GPU kernels, or both, by what a sequence can bring.
 
-The decode kernel serves calls that promise one query a sequence (`max_query_len=1`), the prefill kernel all others.
-Both are imported on first use, since only a GPU needs them.
+The decode kernel serves calls that promise one query a sequence (`max_query_len=1`). In all others, it serves the
+sequences that have one, and the prefill kernel those that have more: a decode row would fill a small part of the tile
+that it takes there, and read all its KV by one program. Which are which only the device knows, so both run, each with a
+plan that leaves out the other's sequences, and write rows of one output.
+
+The kernels are imported on first use, since only a GPU needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.paged_attention.spec import AttentionSpec
@@ -16,22 +21,33 @@ from pallas_kernels.paged_attention.spec import AttentionSpec
 
 def refusal(*arrays_and_spec: Any, **extras: Array | None) -> str | None:
     """Why the kernel of a call can't serve it, or None. Takes the arguments of `mosaic_attention`."""
-    _, kernel_refusal = _kernel(arrays_and_spec[-1])
-    return kernel_refusal(*arrays_and_spec, **extras)
+    from pallas_kernels.paged_attention import mosaic_decode, mosaic_prefill
+
+    kernel = mosaic_decode if arrays_and_spec[-1].max_query_len == 1 else mosaic_prefill
+    return kernel.refusal(*arrays_and_spec, **extras)
 
 
-def mosaic_attention(*arrays_and_spec: Any, **extras: Any) -> tuple[Array, Array | None]:
+def mosaic_attention(
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    block_tables: Array,
+    kv_lens: Array,
+    query_starts: Array,
+    spec: AttentionSpec,
+    **extras: Any,
+) -> tuple[Array, Array | None]:
     """Output and, if asked for, log-sum-exp; the arguments are those of `paged_attention_reference`."""
-    run, _ = _kernel(arrays_and_spec[-1])
-    return run(*arrays_and_spec, **extras)
+    from pallas_kernels.paged_attention import mosaic_decode, mosaic_prefill
 
-
-def _kernel(spec: AttentionSpec) -> tuple[Callable[..., Any], Callable[..., str | None]]:
-    """The kernel of a call, and its refusal."""
+    arrays = (q, k_pool, v_pool, block_tables, kv_lens, query_starts)
     if spec.max_query_len == 1:
-        from pallas_kernels.paged_attention import mosaic_decode
-
-        return mosaic_decode.mosaic_decode, mosaic_decode.refusal
-    from pallas_kernels.paged_attention import mosaic_prefill
-
-    return mosaic_prefill.mosaic_prefill, mosaic_prefill.refusal
+        return mosaic_decode.mosaic_decode(*arrays, spec, **extras)
+    decodes, decoded = dataclasses.replace(spec, max_query_len=1), None
+    # A sequence alone, of which nothing was promised, is hardly a decode.
+    if kv_lens.shape[0] > 1 and mosaic_decode.refusal(*arrays, decodes, **extras) is None:
+        # The decode kernel takes the others for rows without keys, which cost next to nothing; what it leaves in the
+        # first of their rows, the prefill kernel overwrites.
+        decode_lens = jnp.where(query_starts[1:] - query_starts[:-1] == 1, kv_lens, 0)
+        decoded = mosaic_decode.mosaic_decode(*arrays[:4], decode_lens, query_starts, decodes, **extras)
+    return mosaic_prefill.mosaic_prefill(*arrays, spec, **extras, decoded=decoded)

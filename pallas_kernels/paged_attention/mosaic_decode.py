@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.paged_attention import plan
-from pallas_kernels.paged_attention.mosaic_common import device_refusal, num_multiprocessors
+from pallas_kernels.paged_attention.mosaic_common import common_refusal, num_multiprocessors
 from pallas_kernels.paged_attention.mosaic_decode_kernel import (
     LOG2_E,
     OPERAND_ROWS,
@@ -39,23 +39,15 @@ def refusal(
     v_scale: Array | None = None,
 ) -> str | None:
     """Why this implementation can't serve a call, or None."""
-    head_dim, block_size = k_pool.shape[3], k_pool.shape[1]
+    block_size = k_pool.shape[1]
     if spec.max_query_len != 1:
         return "it needs max_query_len=1, a promise of one query a sequence at most"
-    if (reason := device_refusal()) is not None:
+    if (reason := common_refusal(q, k_pool, spec, STAGES, k_scale, v_scale)) is not None:
         return reason
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or k_pool.dtype != q.dtype:
-        return f"q and the pools must both be bfloat16 or float16, not {q.dtype} and {k_pool.dtype}"
-    if k_scale is not None or v_scale is not None:
-        return "it knows no k_scale or v_scale"
-    if head_dim not in STAGES:
-        return f"head_dim must be one of {sorted(STAGES)}, not {head_dim}"
     if block_size % 8 or (block_size % TILE and TILE % block_size):
         return f"block_size must be 8, 16, 32 or a multiple of 64, not {block_size}"
     if _shapes(q, k_pool).rows > OPERAND_ROWS:
         return f"at most {OPERAND_ROWS} query heads can share a KV head, not {q.shape[1] // k_pool.shape[2]}"
-    if not spec.scale > 0:
-        return f"scale must be above 0, not {spec.scale}"
     return None
 
 
@@ -94,11 +86,16 @@ def _decode(
     multiprocessors: int,
 ) -> tuple[Array, Array | None]:
     shapes = _shapes(q, k_pool)
+    # Ids outside the pool read some block of it instead of faulting. And an operand that is computed is aligned as
+    # Mosaic wants it, which a slice of an array, as callers pass it, need not be.
+    block_tables = jnp.clip(block_tables, 0, k_pool.shape[0] - 1)
     work = plan.plan_decode(
         kv_lens,
         query_starts,
+        block_tables,
         tile=TILE,
-        table_tokens=block_tables.shape[1] * shapes.block_size,
+        block_size=shapes.block_size,
+        ahead=shapes.stages,
         sliding_window=spec.sliding_window,
         kv_heads=shapes.kv_heads,
         slots=shapes.programs_per_multiprocessor * multiprocessors,

@@ -103,9 +103,10 @@ def decode_kernel(
             plgpu.SMEM((OPERAND_ROWS, dim), dtype),
         ),
         "row_smem": plgpu.SMEM((OPERAND_ROWS,), jnp.float32),
+        "lse_smem": plgpu.SMEM((2 * shapes.stages, TILE), jnp.float32),
         "flag_smem": plgpu.SMEM((1,), jnp.int32),
         "full": plgpu.Barrier(num_arrivals=2 * copies, num_barriers=shapes.stages),
-        "merge_full": plgpu.Barrier(num_barriers=2 * shapes.stages),
+        "merge_full": plgpu.Barrier(num_arrivals=2, num_barriers=2 * shapes.stages),
         "q_full": plgpu.Barrier(),
         "together": plgpu.Barrier(),
     }
@@ -150,6 +151,7 @@ class _Program:
         *,
         shared: Any,
         row_smem: Any,
+        lse_smem: Any,
         flag_smem: Any,
         full: Any,
         merge_full: Any,
@@ -163,11 +165,11 @@ class _Program:
         self.lse = rest[0] if rest else None
         # [64, D]; [rows, D], [2 * stages, tile, D]: keys and values in turn; [64, D] without tiles
         self.operand, (self.q_rows, self.ring), self.staging = shared
-        self.row_smem, self.flag_smem = row_smem, flag_smem
+        self.row_smem, self.lse_smem, self.flag_smem = row_smem, lse_smem, flag_smem
         self.full, self.merge_full, self.q_full, self.together = full, merge_full, q_full, together
 
         self.piece, self.head = lax.axis_index("piece"), lax.axis_index("head")
-        fields = [self.work[self.piece, field] for field in range(plan.FIELDS)]
+        fields = [self.work[self.piece, field] for field in range(plan.COUNTERS)]
         self.seq, self.query, self.end, self.first_tile, end_tile, self.home, self.pieces = fields
         self.num_tiles = end_tile - self.first_tile
         window = spec.sliding_window
@@ -236,15 +238,22 @@ class _Program:
         return _Softmax(*step(last, carry, masked=True))
 
     def _fetch(self, i: Array | int, slot: Array | int) -> None:
-        """Starts the copies of a tile's blocks; those in which no position is seen only arrive."""
+        """Starts the copies of a tile's blocks; those in which no position is seen only arrive.
+
+        The plan brought the block ids of the first tiles, those with a static `i`; the others are in the block table.
+        """
         block_size = self.shapes.block_size
         rows = min(block_size, TILE)
         tile = self.first_tile + i
         for j in range(TILE // rows):
             position = tile * TILE + j * rows
             seen = (position < self.end) & (position + rows > self.begin)
-            column = lax.min(lax.div(position, block_size), self.tables.shape[1] - 1)
-            block = self.tables[self.seq, column]
+            if isinstance(i, int):
+                known = plan.COUNTERS + self.shapes.kv_heads + i * (TILE // rows) + j
+                block = self.work[self.piece, known]
+            else:
+                column = lax.min(lax.div(position, block_size), self.tables.shape[1] - 1)
+                block = self.tables[self.seq, column]
             part = slice(None)
             if rows < block_size:
                 part = pl.ds(pl.multiple_of(lax.rem(position, block_size), TILE), rows)
@@ -330,7 +339,7 @@ class _Program:
             def _store_lse(i: Array) -> None:
                 lse_ref[self.query, first + i] = self.row_smem[self.row_offset + i]
 
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _store_part(self, state: _Softmax) -> None:
         """The rows of the window to the piece's place in the buffers of parts."""
@@ -347,9 +356,10 @@ class _Program:
 
     def _is_last(self) -> Array:
         """Whether this program is the last of the sequence's to store its part; counts it."""
-        counters = pl.get_global(plgpu.SemaphoreType.REGULAR((self.num_pieces * self.shapes.kv_heads,)))
+        counter = self.work.at[self.home, pl.ds(plan.COUNTERS + self.head, 1)]
+        self.flag_smem[0] = self.pieces - 1
         self._meet()  # whichever thread counts, the stores are done
-        _count(counters.at[pl.ds(self.home * self.shapes.kv_heads + self.head, 1)], self.flag_smem)
+        _count(counter, self.flag_smem)
         self._meet()
         return self.flag_smem[0] == self.pieces - 1
 
@@ -362,7 +372,9 @@ class _Program:
 
         def fetch(i: Array | int, slot: Array | int) -> None:
             place = pl.ds(pl.multiple_of(start + i * TILE, 8), TILE)
-            plgpu.copy_gmem_to_smem(self.part_out.at[self.head, place], self.ring.at[slot], self.merge_full.at[slot])
+            arrived = self.merge_full.at[slot]
+            plgpu.copy_gmem_to_smem(self.part_out.at[self.head, place], self.ring.at[slot], arrived)
+            plgpu.copy_gmem_to_smem(self.part_lse.at[self.head, place], self.lse_smem.at[slot], arrived)
 
         for slot in range(slots):
             pl.when(slot < tiles)(functools.partial(fetch, slot, slot))
@@ -371,8 +383,7 @@ class _Program:
             slot = lax.rem(i, slots)
             plgpu.barrier_wait(self.merge_full.at[slot])
             self._clear_hidden(slot, 0, end - i * TILE)
-            place = pl.ds(pl.multiple_of(start + i * TILE, 8), TILE)
-            lse = plgpu.load(self.part_lse.at[self.head, place], layout=_COLUMNS, optimized=False)
+            lse = plgpu.load(self.lse_smem.at[slot], layout=_COLUMNS, optimized=False)
             shape = (OPERAND_ROWS, TILE)
             column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_MATRIX)
             row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_MATRIX)
@@ -411,18 +422,20 @@ class _Program:
                     def _no_lse(j: Array) -> None:
                         lse_ref[row, head + j] = jnp.float32(-jnp.inf)
 
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _emit_count(_: Any, counter: Any, before: Any) -> None:
+def _emit_count(_: Any, counter: Any, flag: Any) -> None:
     with mgpu_utils.single_thread(scope=mgpu_utils.ThreadSubset.WARPGROUP):
+        zero = mgpu_utils.c(0, ir.IndexType.get())
         count = mgpu_utils.inline_ptx(
-            "atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;",
+            "atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;",
             mgpu_utils.memref_ptr(counter),
+            memref.load(flag, [zero]),
             result_types=ir.IntegerType.get_signless(32),
             has_side_effects=True,
         )
-        memref.store(count, before, [mgpu_utils.c(0, ir.IndexType.get())])
+        memref.store(count, flag, [zero])
 
 
 def _emit_fence(_: Any) -> None:
@@ -430,8 +443,9 @@ def _emit_fence(_: Any) -> None:
 
 
 _count: Callable[..., Any] = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(_emit_count)
-"""Adds one to `counter` [1] in global memory and puts what it was into `before` [1] in shared memory. Releases what
-this program stored and acquires what those that came before it did."""
+"""Counts in `counter` [1] in global memory and puts what it was into `flag` [1] in shared memory. Whoever finds what
+`flag` held leaves 0, as the first found it: so one plan's counters serve call after call. Releases what this program
+stored and acquires what those that came before it did."""
 
 _order_parts_before_tma: Callable[..., Any] = plgpu.inline_mgpu()(_emit_fence)
 """Orders what other programs' stores made visible before the TMA loads that follow."""

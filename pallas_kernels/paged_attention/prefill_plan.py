@@ -22,10 +22,8 @@ class PrefillPlan(NamedTuple):
 
     tiles: Int32[Array, "tiles 8"]
     """Sequence, first row of q, rows in use, position of the first row, tokens of the sequence; the rest is 0."""
-    count: Int32[Array, " 1"]
-    """Tiles in use."""
-    total: Int32[Array, " 1"]
-    """Rows of q that belong to a sequence; those behind are padding."""
+    counts: Int32[Array, " 2"]
+    """Tiles in use; rows of q that belong to a sequence (those behind are padding)."""
 
 
 def plan_prefill(
@@ -34,15 +32,25 @@ def plan_prefill(
     tokens: int,
     tile_tokens: int,
     bundle: int,
+    causal: bool = True,
+    fewest_queries: int = 1,
 ) -> PrefillPlan:
     """Cuts the queries of each sequence into tiles of `tile_tokens` rows, the last one partly in use.
 
-    `bundle` tiles of a sequence stay together, as if all saw as many keys as the last of them: they share most of
-    these keys, and find them in the L2 cache if they run at the same time.
+    Args:
+      query_starts: as of `paged_attention`.
+      kv_lens: tokens of each sequence.
+      tokens: rows of q.
+      tile_tokens: rows a tile.
+      bundle: tiles of a sequence that stay together, as if all saw as many keys as the last of them: they share most
+        of these keys, and find them in the L2 cache if they run at the same time.
+      causal: False if every query sees all keys of its sequence.
+      fewest_queries: sequences with fewer get no tile.
     """
     seqs = kv_lens.shape[0]
     slots = min(tokens, tokens // tile_tokens + seqs)  # most tiles there can be
     queries = query_starts[1:] - query_starts[:-1]
+    queries = jnp.where(queries >= fewest_queries, queries, 0)
     tiles = (queries + tile_tokens - 1) // tile_tokens
     order = jnp.arange(seqs, dtype=jnp.int32)
     ends = jnp.sum(
@@ -56,10 +64,12 @@ def plan_prefill(
     rows = jnp.minimum(tile_tokens, pick(queries) - offset)
     kv_len = pick(kv_lens)
     columns = [pick(order), pick(query_starts[:-1]) + offset, rows, kv_len - pick(queries) + offset, kv_len]
-    later = (pick(tiles) - 1 - offset // tile_tokens) // bundle  # whole bundles behind this tile's
-    seen = jnp.where(rows > 0, kv_len - later * (bundle * tile_tokens), 0)
+    seen = kv_len
+    if causal:
+        later = (pick(tiles) - 1 - offset // tile_tokens) // bundle  # whole bundles behind this tile's
+        seen = jnp.where(rows > 0, kv_len - later * (bundle * tile_tokens), 0)
     before = (seen[None] > seen[:, None]) | ((seen[None] == seen[:, None]) & (index[None] < index[:, None]))
     rank = jnp.sum(before, axis=1, dtype=jnp.int32)
     table = jnp.stack([*columns] + [jnp.zeros_like(rank)] * (_COLUMNS - len(columns)), axis=1)
     table = jnp.zeros_like(table).at[rank].set(table, unique_indices=True)
-    return PrefillPlan(table, ends[-1:], query_starts[-1:])
+    return PrefillPlan(table, jnp.stack([ends[-1], query_starts[-1]]))

@@ -21,9 +21,3 @@ def test_a_wanted_one_serves_or_says_why_not():
 def test_nobody_serves():
     with pytest.raises(ValueError, match="fast: x is odd; slow: x is negative"):
         choose("op", BOTH, None, -1)
-
-
-def test_by_name_only_is_never_chosen_by_itself():
-    new = Implementation("new", lambda x: "new", lambda x: None, by_name_only=True)
-    assert choose("op", (new, SLOW), None, 1) is SLOW
-    assert choose("op", (new, SLOW), "new", 1) is new

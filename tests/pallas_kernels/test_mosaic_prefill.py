@@ -11,6 +11,8 @@ from paged import dense_attention, make_case
 
 from pallas_kernels.paged_attention.mosaic_common import device_refusal
 from pallas_kernels.paged_attention.mosaic_prefill import mosaic_prefill, refusal
+from pallas_kernels.paged_attention.mosaic_prefill_geometry import Geometry
+from pallas_kernels.paged_attention.mosaic_prefill_items import kv_tiles
 from pallas_kernels.paged_attention.prefill_plan import KV_LEN, POSITION, ROW, ROWS, SEQ, plan_prefill
 from pallas_kernels.paged_attention.spec import AttentionSpec
 
@@ -47,6 +49,15 @@ VARIANTS = {
     "multi-head, block_size 8": {"heads": (5, 5), "block_size": 8},
     "multi-query, block_size 128": {"heads": (16, 1), "block_size": 128},
     "fewer tokens than a tile": {"tokens": 3, "block_size": 32},
+    "not causal": {"causal": False, "sinks": True, "return_lse": True},
+    **{f"head_dim {dim}": {"head_dim": dim, "return_lse": True} for dim in (80, 96, 112)},
+    "head_dim 112, all features": {
+        "head_dim": 112,
+        "sinks": True,
+        "sliding_window": 100,
+        "logit_soft_cap": 5.0,
+        "return_lse": True,
+    },
 }
 
 
@@ -62,9 +73,12 @@ def test_lowers_for_an_h200_without_one(variant):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"dtype": jnp.float32}, "q must be bfloat16 or float16, not float32"),
-        ({"pool_dtype": jnp.float8_e4m3fn}, "the pools must have q's dtype bfloat16, not float8_e4m3fn"),
-        ({"head_dim": 96}, "head_dim must be 64, 128 or 256, not 96"),
+        ({"dtype": jnp.float32}, "q and the pools must both be bfloat16 or float16, not float32 and float32"),
+        (
+            {"pool_dtype": jnp.float8_e4m3fn},
+            "q and the pools must both be bfloat16 or float16, not bfloat16 and float8_e4m3fn",
+        ),
+        ({"head_dim": 72}, "head_dim must be one of [64, 80, 96, 112, 128, 256], not 72"),
         ({"scale": -1.0}, "scale must be above 0, not -1.0"),
         ({"block_size": 24}, "block_size must be 8, 16, 32, 64 or 128, not 24"),
     ],
@@ -90,9 +104,9 @@ def test_the_plan_covers_every_query_once(seed):
     kv_lens = queries + rng.integers(0, 200, size=6)
     starts = np.array([0, *np.cumsum(queries)])
     plan = plan_prefill(jnp.asarray(starts), jnp.asarray(kv_lens), int(starts[-1]) + 7, tile_tokens=32, bundle=4)
-    tiles, count = np.asarray(plan.tiles), int(plan.count[0])
+    tiles, (count, total) = np.asarray(plan.tiles), plan.counts.tolist()
     assert count == sum(-(-n // 32) for n in queries)
-    assert int(plan.total[0]) == starts[-1]
+    assert total == starts[-1]
     assert not tiles[count:].any()
     covered = []
     for tile in tiles[:count]:
@@ -111,6 +125,45 @@ def test_the_plan_starts_with_the_longest():
     assert plan.tiles[1, POSITION] == 512  # the sequence's last bundle before its first
 
 
+def test_the_plan_of_attention_that_is_not_causal_puts_most_keys_first_and_keeps_sequences_together():
+    starts, kv_lens = jnp.array([0, 64, 1088, 1089, 1100]), jnp.array([64, 1024, 5000, 0])
+    plan = plan_prefill(starts, kv_lens, 1100, tile_tokens=32, bundle=16, causal=False)
+    count = int(plan.counts[0])
+    assert count == 36
+    assert plan.tiles[:count, SEQ].tolist() == [2] + [1] * 32 + [0, 0] + [3]
+    assert plan.tiles[1:33, ROW].tolist() == list(range(64, 1088, 32))
+
+
+def test_the_plan_leaves_out_sequences_with_fewer_queries_than_asked_for():
+    starts, kv_lens = jnp.array([0, 1, 3, 3, 4, 40]), jnp.array([9, 70, 5, 300, 36])
+    plan = plan_prefill(starts, kv_lens, 45, tile_tokens=32, bundle=16, fewest_queries=2)
+    assert plan.counts.tolist() == [3, 40]
+    assert plan.tiles[:3, SEQ].tolist() == [1, 4, 4]
+    assert plan.tiles[:3, ROW].tolist() == [1, 4, 36]
+    assert not plan.tiles[3:].any()
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 1), (True, 200), (False, None)])
+def test_items_visit_what_any_row_sees_and_mask_all_but_what_every_row_sees(causal, window):
+    spec = AttentionSpec(scale=1.0, causal=causal, sliding_window=window)
+    g = Geometry(500, 8, 2, 128, jnp.bfloat16, 16, 99, 132, spec, has_sinks=False, zeroes_padding=True)
+    rng = np.random.default_rng(0)
+    for rows in rng.integers(1, g.tile_tokens + 1, 40):
+        kv_len = int(rng.integers(rows if causal else 0, 700))
+        position = int(rng.integers(0, kv_len - rows + 1)) if causal else int(rng.integers(-500, 500))
+        arguments = (jnp.int32(x) for x in (position, rows, kv_len))
+        first, last, low, high = (int(x) for x in kv_tiles(g, *arguments))
+        columns = np.arange(1024)
+        sees = position + np.arange(rows)[:, None] if causal else np.full((rows, 1), kv_len - 1)
+        seen = (columns <= sees) & (columns > sees - (window or 1024))
+        tiles = seen.reshape(rows, -1, g.kv_tile)
+        any_row, every_row = tiles.any(axis=(0, 2)), tiles.all(axis=(0, 2))
+        assert not any_row[:first].any()
+        assert not any_row[last + 1 :].any()
+        assert every_row[low:high].all()
+        assert first <= low <= high <= last
+
+
 needs_hopper = [
     pytest.mark.gpu,
     pytest.mark.skipif(device_refusal() is not None, reason=device_refusal() or ""),
@@ -122,6 +175,14 @@ RUNS = {
     "float16, head_dim 64": {"dtype": "float16", "head_dim": 64},
     "head_dim 256": {"head_dim": 256},
     "head_dim 256, block_size 128": {"head_dim": 256, "block_size": 128},
+    **{f"head_dim {dim}": {"head_dim": dim} for dim in (80, 96, 112)},
+    "head_dim 80, float16, multi-head, block_size 128": {
+        "head_dim": 80,
+        "dtype": "float16",
+        "heads": (3, 3),
+        "block_size": 128,
+    },
+    "head_dim 112, window": {"head_dim": 112, "sliding_window": 50},
     "multi-head": {"heads": (3, 3)},
     "multi-query": {"heads": (16, 1)},
     "six heads to two": {"heads": (6, 2)},
@@ -133,6 +194,9 @@ RUNS = {
     "soft cap": {"logit_soft_cap": 2.0, "scale": 3.0},
     "sinks": {"sinks": SINKS},
     "all": {"sliding_window": 133, "logit_soft_cap": 5.0, "sinks": SINKS, "scale": 0.3},
+    "not causal": {"causal": False},
+    "not causal, more queries than keys": {"causal": False, "batch": ([300, 1, 128, 40], [700, 33, 128, 300])},
+    "not causal, all": {"causal": False, "logit_soft_cap": 5.0, "sinks": SINKS, "head_dim": 256},
     "whole prefills": {"batch": ([1, 31, 257, 1000], [1, 31, 257, 1000])},
     "a tiny call without padding": {"batch": ([3], [2]), "padding": (0, 0, 0)},
     "much padding": {"batch": ([100, 200], [100, 20]), "padding": (5, 700, 17)},
@@ -157,6 +221,19 @@ def test_agrees_with_dense_attention_on_the_device(run):
         table_slack=slack,
     )
     check(case, dtype, **options)
+
+
+@pytest.mark.parametrize("causal", [pytest.param(c, marks=needs_hopper) for c in (True, False)])
+def test_queries_that_see_no_key_get_zeros_on_the_device(causal):
+    """Such as those of a shared prefix of no blocks; a causal call should have none, but must not hang."""
+    case = make_case(np.random.default_rng(9), [200, 100, 50], [100, 90, 40], q_heads=8, head_dim=128)
+    case.kv_lens = np.array([200, 0, 50, 0, 0])
+    spec = AttentionSpec(scale=0.1, causal=causal, return_lse=True)
+    out, lse = jax.jit(lambda *a: mosaic_prefill(*a, spec))(*case.arrays("bfloat16"))
+    assert not np.asarray(out, np.float32)[100:190].any()
+    assert np.isneginf(lse[100:190]).all()
+    assert np.isfinite(lse[:100]).all()
+    assert np.isfinite(lse[190:230]).all()
 
 
 @pytest.mark.parametrize("window", [pytest.param(w, marks=needs_hopper) for w in (1, 16, 100)])

@@ -6,9 +6,22 @@ from paged import dense_attention, make_case
 
 from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention.api import IMPLEMENTATIONS
+from pallas_kernels.paged_attention.triton import compute_capability
 
+needs_triton = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(isinstance(compute_capability(), str), reason="Triton kernels need an NVIDIA GPU"),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
 # The Hopper kernels have suites of their own, for dtypes and sizes that they serve, on a GPU.
-pytestmark = pytest.mark.parametrize("implementation", [i.name for i in IMPLEMENTATIONS if i.name != "mosaic"])
+pytestmark = pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param(i.name, marks=needs_triton if i.name == "triton" else ())
+        for i in IMPLEMENTATIONS
+        if i.name != "mosaic"
+    ],
+)
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3}
 
@@ -144,7 +157,10 @@ def test_runs_inside_the_users_jit(implementation):
         ({"logit_soft_cap": 0.0}, "logit_soft_cap=0.0 must be above 0"),
         ({"sinks": jnp.zeros(2)}, r"sinks must have shape \(4,\)"),
         ({"k_scale": jnp.zeros(4)}, r"k_scale must have shape \(2,\)"),
-        ({"implementation": "magic"}, "implementation='magic' is unknown; choose one of 'mosaic', 'reference'"),
+        (
+            {"implementation": "magic"},
+            "implementation='magic' is unknown; choose one of 'mosaic', 'triton', 'reference'",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_any_launch(change, message, implementation):

@@ -13,11 +13,18 @@ BATCHES = {
 }
 
 
+TABLE = np.random.default_rng(1).integers(1, 10**6, (256, 16384 // 16))
+
+
 def make_plan(kv_lens, queried=None, *, kv_heads=8, window=None):
     counts = np.ones(len(kv_lens), np.int32) if queried is None else np.asarray(queried, np.int32)
     starts = jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32)
-    options = {"tile": 64, "table_tokens": 16384, "sliding_window": window, "kv_heads": kv_heads, "slots": 396}
-    table = np.asarray(plan.plan_decode(jnp.asarray(kv_lens, jnp.int32), starts, **options))
+    options = {"tile": 64, "block_size": 16, "ahead": 2, "sliding_window": window, "kv_heads": kv_heads, "slots": 396}
+    table = np.asarray(
+        plan.plan_decode(
+            jnp.asarray(kv_lens, jnp.int32), starts, jnp.asarray(TABLE[: len(kv_lens)], jnp.int32), **options
+        )
+    )
     assert table[-1, 0] == counts.sum()
     return table[:-1]
 
@@ -28,7 +35,7 @@ def test_every_tile_is_in_one_piece_and_pieces_of_a_sequence_are_neighbours(batc
     lens = BATCHES[batch]
     table = make_plan(lens, kv_heads=kv_heads)
     work = table[table[:, plan.PIECES] > 0]
-    assert not table[len(work) :].any()
+    assert not table[len(work) :, : plan.COUNTERS].any()
     for seq, n in enumerate(lens):
         rows = np.flatnonzero((table[:, plan.SEQ] == seq) & (table[:, plan.PIECES] > 0))
         tiles = [t for r in rows for t in range(table[r, plan.FIRST_TILE], table[r, plan.END_TILE])]
@@ -38,6 +45,17 @@ def test_every_tile_is_in_one_piece_and_pieces_of_a_sequence_are_neighbours(batc
         assert (np.diff(rows) == 1).all()
         assert (table[rows, plan.KV_LEN] == n).all()
         assert (table[rows, plan.QUERY] == seq).all()
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_counters_start_at_zero_and_the_first_block_ids_come_along(batch):
+    table = make_plan(BATCHES[batch])[:-1]
+    counters, blocks = np.split(table[:, plan.COUNTERS :], [8], axis=1)
+    assert not counters.any()
+    for row, ids in zip(table, blocks, strict=True):
+        first = row[plan.FIRST_TILE] * 4  # a tile of 64 holds 4 blocks of 16
+        known = TABLE[row[plan.SEQ], first : first + 8]
+        np.testing.assert_array_equal(ids[: len(known)], known)
 
 
 def test_longest_first():

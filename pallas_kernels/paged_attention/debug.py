@@ -1,0 +1,115 @@
+"""Checks of what is in the arrays of a call, which costs a wait for them: off unless a user turns them on.
+
+Shapes and dtypes are checked in every call, by `api`. The numbers that lie in block tables and lengths are known on
+the device only, and wrong ones make kernels read another sequence's cache, or memory that is nobody's.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int32
+
+_enabled = jax.make_user_context(default_value=False)  # part of jit's cache key: turning it on traces anew
+
+
+def debug_checks(enabled: bool = True) -> AbstractContextManager[None]:
+    """A context in which `paged_attention`, and what is made of it, checks its block tables and lengths.
+
+        with pallas_kernels.debug_checks():
+            out = step(...)  # jitted or not
+
+    A call on arrays raises a ValueError before anything is launched. Within a jit the check is a callback to the host
+    that the kernel waits for: no kernel reads through a bad table, and the run ends, where its results are awaited at
+    the latest, with an error that holds the same message: a ValueError or a `jax.errors.JaxRuntimeError`, as JAX
+    passes it on. Jitted functions are traced anew in the context. It holds for the current thread, and makes every
+    call wait for the host: for debugging only.
+    """
+    return _enabled(enabled)
+
+
+def checked_tables(
+    block_tables: Int32[Array, "seqs table_width"],
+    kv_lens: Int32[Array, " seqs"],
+    query_starts: Int32[Array, " seqs_plus_1"],
+    *,
+    num_tokens: int,
+    num_blocks: int,
+    block_size: int,
+    causal: bool,
+    max_query_len: int | None,
+) -> Int32[Array, "seqs table_width"]:
+    """`block_tables` as they are; in `debug_checks`, once all three arrays have been found to be right.
+
+    Raises:
+      ValueError: in `debug_checks`, for arrays that are no tracers: one of them is wrong.
+    """
+    if not _enabled.value:
+        return block_tables
+    check = functools.partial(
+        check_values,
+        num_tokens=num_tokens,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        causal=causal,
+        max_query_len=max_query_len,
+    )
+    arrays = (block_tables, kv_lens, query_starts)
+    if not any(isinstance(x, Tracer) for x in arrays):
+        check(*arrays)
+        return block_tables
+
+    def check_then_pass(tables: ArrayLike, *others: ArrayLike) -> np.ndarray:
+        check(tables, *others)
+        return np.asarray(tables)
+
+    # The kernel reads the tables that come out of the callback, so it can't start before the check.
+    shape = jax.ShapeDtypeStruct(block_tables.shape, block_tables.dtype)
+    return jax.pure_callback(check_then_pass, shape, *arrays)
+
+
+def check_values(
+    block_tables: ArrayLike,
+    kv_lens: ArrayLike,
+    query_starts: ArrayLike,
+    *,
+    num_tokens: int,
+    num_blocks: int,
+    block_size: int,
+    causal: bool,
+    max_query_len: int | None,
+) -> None:
+    """Raises a ValueError that names the first entry that breaks `paged_attention`'s contract."""
+    tables, lens, starts = (np.asarray(x) for x in (block_tables, kv_lens, query_starts))
+    if (bad := np.argwhere((tables < 0) | (tables >= num_blocks))).size:
+        row, entry = bad[0]
+        raise ValueError(
+            f"paged_attention: block_tables[{row}, {entry}] is {tables[row, entry]}, but the pool has blocks 0 to "
+            f"{num_blocks - 1}; entries past a sequence's last block must be valid ids as well (0 by convention)"
+        )
+    most = tables.shape[1] * block_size
+    if (bad := np.flatnonzero((lens < 0) | (lens > most))).size:
+        raise ValueError(
+            f"paged_attention: kv_lens[{bad[0]}] is {lens[bad[0]]}, but a row of block_tables holds 0 to {most} tokens "
+            f"({tables.shape[1]} blocks of {block_size})"
+        )
+    counts = np.diff(starts)
+    if starts[0] != 0 or (counts < 0).any() or starts[-1] > num_tokens:
+        raise ValueError(
+            f"paged_attention: query_starts must be non-decreasing from 0 to at most the {num_tokens} rows of q, not "
+            f"{starts.tolist()}"
+        )
+    if max_query_len is not None and (bad := np.flatnonzero(counts > max_query_len)).size:
+        raise ValueError(
+            f"paged_attention: sequence {bad[0]} has {counts[bad[0]]} queries, more than max_query_len={max_query_len}"
+        )
+    if causal and (bad := np.flatnonzero(counts > lens)).size:
+        raise ValueError(
+            f"paged_attention: sequence {bad[0]} has {counts[bad[0]]} queries but kv_lens of {lens[bad[0]]}, which "
+            "counts the queries in"
+        )
