@@ -94,6 +94,8 @@ def build_engine(config: EngineConfig) -> Engine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_tokens,
+            kv_reservation=config.kv_reservation,
+            static_batches=config.static_batches,
         )
     )
     eos_token_ids = reader.eos_token_ids or tuple(i for i in [tokenizer.eos_token_id] if i is not None)

@@ -10,6 +10,8 @@ import dataclasses
 import numbers
 from typing import Literal, get_args
 
+from jaxpaged.reservation import KVReservation
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -47,6 +49,12 @@ class EngineConfig:
     """Seeds the requests that bring no seed of their own."""
     max_logprobs: int = 20
     """Most alternatives a token that a request may ask for."""
+    kv_reservation: KVReservation = "none"
+    """"max", "pow2" or "oracle": each sequence takes all its blocks at once, as systems without paging do; to measure
+    what paging gives (`jaxpaged.reservation`)."""
+    static_batches: bool = False
+    """Whether a batch runs to the end of its longest sequence before the next one starts; to measure what continuous
+    batching gives."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -61,6 +69,12 @@ class EngineConfig:
         _check_integer("max_num_batched_tokens", self.max_num_batched_tokens, minimum=1, optional=True)
         _check_integer("seed", self.seed, minimum=0)
         _check_integer("max_logprobs", self.max_logprobs, minimum=0)
+        if self.kv_reservation not in get_args(KVReservation):
+            raise ValueError(
+                f"kv_reservation={self.kv_reservation!r} is unknown; choose one of {', '.join(get_args(KVReservation))}"
+            )
+        if not isinstance(self.static_batches, bool):
+            raise ValueError(f"static_batches={self.static_batches!r} must be True or False")
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ValueError(
                 f"num_kv_blocks={self.num_kv_blocks} and kv_cache_memory_bytes={self.kv_cache_memory_bytes} both size "
@@ -84,6 +98,8 @@ class SchedulerConfig:
     growth_reserve: int = 2
     """Free blocks that admission leaves for each running sequence to grow into. Less admits sooner and preempts more:
     on a ShareGPT-like trace in a pool for 30 sequences, 2 cause 160 preemptions in 1,000 requests, 0.3 cause 1,003."""
+    kv_reservation: KVReservation = "none"
+    static_batches: bool = False
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -9,6 +9,9 @@ not change.
 The scheduler may run one step ahead of the tokens that were read: a sequence whose newest token is still in
 flight is scheduled with that token taken from the step that samples it. A sequence whose next distribution
 depends on the token itself (penalties, bad words) waits until it was read.
+
+Two options make it worse on purpose, to measure what paging and continuous batching give: `kv_reservation` takes all
+blocks of a sequence at its admission, `static_batches` admits only when nothing runs.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import NamedTuple
 from jaxpaged.block_manager import BlockManager
 from jaxpaged.config import SchedulerConfig, blocks_for
 from jaxpaged.request import Sequence, Status
+from jaxpaged.reservation import reserved_tokens
 
 
 class Row(NamedTuple):
@@ -74,6 +78,13 @@ class Scheduler:
           ValueError: it could never be served: longer than `max_model_len`, or than the whole pool.
         """
         sequence.max_tokens = self._checked_max_tokens(sequence)
+        reserved = self._taken_at_once(sequence)
+        if blocks_for(reserved, self.config.block_size) > self.config.num_blocks:
+            raise ValueError(
+                f"kv_reservation={self.config.kv_reservation!r} takes {reserved} tokens of KV space for the request, but "
+                f"the whole pool has {self.config.num_blocks} blocks of {self.config.block_size}; give it more memory, "
+                "or lower max_model_len or max_tokens"
+            )
         self._enqueue(sequence)
 
     def finish(self, sequence: Sequence) -> None:
@@ -97,6 +108,7 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         block_size = self.config.block_size
         preempted = self.num_preemptions
+        admits = not self.config.static_batches or not self._running
         for sequence in list(self._running.values()):
             if budget == 0 or sequence.status is not Status.RUNNING:
                 break  # all that follow arrived later, and were preempted too
@@ -111,7 +123,7 @@ class Scheduler:
                 break
             budget -= end - computed
             rows.append(self._take(sequence, end, len(rows)))
-        if self.num_preemptions == preempted and self._waiting:
+        if admits and self.num_preemptions == preempted and self._waiting:
             budget = self._admit(rows, budget)
         if not rows:
             return None
@@ -131,7 +143,9 @@ class Scheduler:
         for sequence in self._running.values():
             assert sequence.status is Status.RUNNING
             assert sequence.num_tokens == len(sequence.token_ids) + sequence.num_in_flight
-            assert len(sequence.block_table) == blocks_for(sequence.num_computed, self.config.block_size)
+            needed = blocks_for(sequence.num_computed, self.config.block_size)
+            taken = max(needed, blocks_for(self._taken_at_once(sequence), self.config.block_size))
+            assert len(sequence.block_table) == taken
         assert self._num_held == sum(s.num_computed for s in self._running.values())
         if not self._running:
             assert self.blocks.num_used == 0, "blocks are in use though nothing runs"
@@ -170,6 +184,13 @@ class Scheduler:
         heapq.heappush(self._waiting, (sequence.request.arrival, sequence))
         self._num_waiting += 1
 
+    def _taken_at_once(self, sequence: Sequence) -> int:
+        """Tokens whose blocks the sequence takes at its admission, whenever they are computed."""
+        c, prompt = self.config, sequence.num_prompt_tokens
+        reserved = reserved_tokens(c.kv_reservation, prompt, sequence.max_tokens, c.max_model_len)
+        # A static batch is chosen at once, also where its prompts take several steps.
+        return max(reserved, prompt) if c.static_batches else reserved
+
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Grows the block table, preempting later arrivals as needed; False if the sequence itself had to go."""
         while not self.blocks.grow(sequence, num_tokens):
@@ -202,12 +223,16 @@ class Scheduler:
 
     def _admit(self, rows: list[Row], budget: int) -> int:
         """Starts waiting sequences; returns what is left of the budget."""
-        while self._waiting and budget and len(self._running) < self.config.max_num_seqs:
+        block_size = self.config.block_size
+        while (
+            self._waiting and (budget or self.config.static_batches) and len(self._running) < self.config.max_num_seqs
+        ):
             arrival, sequence = self._waiting[0]
             if sequence.is_finished:
                 heapq.heappop(self._waiting)
                 continue
-            needed = blocks_for(sequence.num_tokens, self.config.block_size)
+            taken = self._taken_at_once(sequence)
+            needed = blocks_for(max(sequence.num_tokens, taken), block_size)
             reserve = self.config.growth_reserve * len(self._running)
             if sequence.num_in_flight or needed + reserve > self.blocks.num_free:
                 break
@@ -216,8 +241,9 @@ class Scheduler:
             sequence.status = Status.RUNNING
             self._running[arrival] = sequence
             count = min(sequence.num_tokens, budget)
-            grown = self.blocks.grow(sequence, count)
+            grown = self.blocks.grow(sequence, max(count, taken))
             assert grown, "admission checked the free blocks"
-            rows.append(self._take(sequence, count, len(rows)))
+            if count:
+                rows.append(self._take(sequence, count, len(rows)))
             budget -= count
         return budget

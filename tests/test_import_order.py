@@ -30,7 +30,7 @@ class Room:
 
 
 ROOMS = (
-    Room(("config", "sampling_params", "outputs", "models.config"), host=True),
+    Room(("config", "reservation", "sampling_params", "outputs", "models.config"), host=True),
     Room(("request",), above=("config",), host=True),
     Room(("block_pool",), above=("request",), host=True),
     Room(("block_manager",), above=("block_pool",), host=True),

@@ -8,7 +8,9 @@ from jaxpaged.request import Status
 from jaxpaged.scheduler import Scheduler, StepPlan
 
 
-def make_scheduler(num_blocks=64, block_size=16, max_model_len=256, max_num_seqs=8, budget=64, reserve=0) -> Scheduler:
+def make_scheduler(
+    num_blocks=64, block_size=16, max_model_len=256, max_num_seqs=8, budget=64, reserve=0, **options
+) -> Scheduler:
     return Scheduler(
         SchedulerConfig(
             num_blocks=num_blocks,
@@ -17,6 +19,7 @@ def make_scheduler(num_blocks=64, block_size=16, max_model_len=256, max_num_seqs
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             growth_reserve=reserve,
+            **options,
         )
     )
 
@@ -249,3 +252,45 @@ def check_plan(scheduler: Scheduler, plan: StepPlan | None) -> None:
         assert not slots & new, "two tokens share a slot"
         slots |= new
     assert plan.num_tokens_held <= plan.num_blocks_used * c.block_size
+
+
+@pytest.mark.parametrize(("policy", "blocks"), [("none", 2), ("max", 16), ("pow2", 6), ("oracle", 5)])
+def test_a_reservation_is_taken_at_admission_and_kept(policy, blocks):
+    scheduler = make_scheduler(kv_reservation=policy)
+    scheduler.add(make_sequence(20, 50))  # 20 + 64 slots take 6 blocks, 20 + 50 take 5
+    take_in(scheduler, scheduler.schedule())
+    assert scheduler.blocks.num_used == blocks
+    for _ in range(49):
+        take_in(scheduler, scheduler.schedule())
+        scheduler.check_integrity()
+        assert policy == "none" or scheduler.blocks.num_used in (blocks, 0)
+    assert scheduler.blocks.num_used == 0
+
+
+def test_a_reservation_larger_than_the_pool_is_refused():
+    scheduler = make_scheduler(num_blocks=15, kv_reservation="max")
+    with pytest.raises(ValueError, match="kv_reservation='max' takes 256 tokens of KV space for the request, but the"):
+        scheduler.add(make_sequence(4, 4))
+
+
+@pytest.mark.parametrize("policy", ["none", "max", "pow2", "oracle"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_static_batches_start_when_the_one_before_has_ended(policy, ahead):
+    scheduler = make_scheduler(num_blocks=48, max_num_seqs=3, budget=16, kv_reservation=policy, static_batches=True)
+    sequences = [make_sequence(5 + 9 * i, 3 + 7 * i, arrival=i) for i in range(7)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    batches, admit = [], scheduler._admit
+
+    def watched(*args):
+        before = scheduler.num_running
+        left = admit(*args)
+        batches.append((before, scheduler.num_running))
+        return left
+
+    scheduler._admit = watched
+    run(scheduler, ahead=ahead)
+    # None joins a batch that runs, and each is chosen at once, though prompts may exceed a step's budget.
+    assert batches == [(0, 3), (0, 3), (0, 1)]
+    for sequence in sequences:
+        assert len(sequence.token_ids) - sequence.num_prompt_tokens == sequence.max_tokens
