@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.paged_attention.spec import AttentionSpec
@@ -46,8 +45,5 @@ def mosaic_attention(
     decodes, decoded = dataclasses.replace(spec, max_query_len=1), None
     # A sequence alone, of which nothing was promised, is hardly a decode.
     if kv_lens.shape[0] > 1 and mosaic_decode.refusal(*arrays, decodes, **extras) is None:
-        # The decode kernel takes the others for rows without keys, which cost next to nothing; what it leaves in the
-        # first of their rows, the prefill kernel overwrites.
-        decode_lens = jnp.where(query_starts[1:] - query_starts[:-1] == 1, kv_lens, 0)
-        decoded = mosaic_decode.mosaic_decode(*arrays[:4], decode_lens, query_starts, decodes, **extras)
+        decoded = mosaic_decode.mosaic_decode(*arrays, decodes, **extras)  # leaves the rows of the others unwritten
     return mosaic_prefill.mosaic_prefill(*arrays, spec, **extras, decoded=decoded)

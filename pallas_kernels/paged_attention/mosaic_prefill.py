@@ -28,8 +28,8 @@ from pallas_kernels.paged_attention.mosaic_prefill_kernel import prefill_kernel
 from pallas_kernels.paged_attention.prefill_plan import ROW, ROWS, PrefillPlan, plan_prefill
 from pallas_kernels.paged_attention.spec import AttentionSpec
 
-_HEAD_DIMS = (64, 80, 96, 112, 128, 256)
-_BLOCK_SIZES = (8, 16, 32, 64, 128)
+HEAD_DIMS = (64, 80, 96, 112, 128, 256)
+BLOCK_SIZES = (8, 16, 32, 64, 128)
 _ALIGNMENT = 256  # bytes: of the arrays that Mosaic takes
 
 
@@ -47,9 +47,9 @@ def refusal(
     v_scale: Array | None = None,
 ) -> str | None:
     """Why this implementation can't serve a call, or None."""
-    if (reason := common_refusal(q, k_pool, spec, _HEAD_DIMS, k_scale, v_scale)) is not None:
+    if (reason := common_refusal(q, k_pool, spec, HEAD_DIMS, k_scale, v_scale)) is not None:
         return reason
-    if k_pool.shape[1] not in _BLOCK_SIZES:
+    if k_pool.shape[1] not in BLOCK_SIZES:
         return f"block_size must be 8, 16, 32, 64 or 128, not {k_pool.shape[1]}"
     return None
 

@@ -19,6 +19,7 @@ MATRIX = plgpu.Layout.WGMMA
 VECTOR = plgpu.Layout.WGMMA.reduce(1)  # one value a row of a matrix
 _BUNDLE_TOKENS = 512  # of a sequence, scheduled together; 128 and 2048 are slower
 _MAX_PACK = 8
+_TMA_ALIGNMENT = 128  # bytes: of a copy's address in shared memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +90,11 @@ class Geometry:
     def out_slabs(self) -> int:
         """Slabs of the output that are staged at a time: all, or 128 columns of wide heads."""
         return min(self.slabs, max(128 // self.slab, 1))
+
+    @property
+    def aligned_tokens(self) -> int:
+        """Copies of the staged output start at multiples of so many tokens; 1 but for narrow slabs of few heads."""
+        return max(_TMA_ALIGNMENT // (self.pack * self.swizzle), 1)
 
     @property
     def copy_rows(self) -> int:

@@ -52,7 +52,7 @@ class Output:
             plgpu.copy_smem_to_gmem(memory.lse.at[self.warpgroup], self.lse.at[item.tile, item.group, self.warpgroup])
 
     def _copy_out(self, row: Any, head: Any, tokens: Any, first: int) -> None:
-        """Copies the first `tokens` that are staged, to slab `first` on: at once, or in powers of two."""
+        """Copies the first `tokens` that are staged, to slab `first` on: at once, or in powers of two and a rest."""
         g = self.geometry
 
         def copy(start: Any, size: int) -> None:
@@ -68,10 +68,13 @@ class Output:
         @pl.when((tokens > 0) & (tokens < size))
         def _ragged():
             start, part = 0, size // 2
-            while part:
+            while part >= g.aligned_tokens:
                 pl.when((tokens & part) != 0)(functools.partial(copy, start, part))
                 start = start + (tokens & part)
                 part //= 2
+            rest = tokens & (g.aligned_tokens - 1)  # at once: its second half would not start aligned
+            for few in range(1, g.aligned_tokens):
+                pl.when(rest == few)(functools.partial(copy, start, few))
 
         plgpu.commit_smem_to_gmem_group()
 

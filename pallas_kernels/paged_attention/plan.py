@@ -40,7 +40,7 @@ def plan_decode(
 
     Args:
       kv_lens: tokens of each sequence.
-      query_starts: as of `paged_attention`; a sequence has one query or none.
+      query_starts: as of `paged_attention`; sequences that have another number of queries than one get no piece.
       block_tables: block ids; whatever lies past the last block of a sequence is looked up, and not used.
       tile: tokens a program handles at once.
       block_size: tokens a block.
@@ -52,7 +52,7 @@ def plan_decode(
     seqs = kv_lens.shape[0]
     extra = -(-slots // kv_heads)  # enough that a sequence alone can fill the GPU
     rows = seqs + extra
-    queried = query_starts[1:] > query_starts[:-1]
+    queried = query_starts[1:] - query_starts[:-1] == 1
     first = jnp.maximum(kv_lens - sliding_window, 0) // tile if sliding_window else jnp.zeros_like(kv_lens)
     tiles = jnp.where(queried, jnp.maximum((kv_lens + tile - 1) // tile - first, 1), 0)
 
