@@ -81,8 +81,8 @@ class Scheduler:
         reserved = self._taken_at_once(sequence)
         if blocks_for(reserved, self.config.block_size) > self.config.num_blocks:
             raise ValueError(
-                f"kv_reservation={self.config.kv_reservation!r} takes {reserved} tokens of KV space for the request, but "
-                f"the whole pool has {self.config.num_blocks} blocks of {self.config.block_size}; give it more memory, "
+                f"kv_reservation={self.config.kv_reservation!r} takes {reserved} tokens of KV space for the request, "
+                f"but the whole pool has {self.config.num_blocks} blocks of {self.config.block_size}; give it more memory, "
                 "or lower max_model_len or max_tokens"
             )
         self._enqueue(sequence)
@@ -223,17 +223,15 @@ class Scheduler:
 
     def _admit(self, rows: list[Row], budget: int) -> int:
         """Starts waiting sequences; returns what is left of the budget."""
-        block_size = self.config.block_size
-        while (
-            self._waiting and (budget or self.config.static_batches) and len(self._running) < self.config.max_num_seqs
-        ):
+        c = self.config
+        while self._waiting and (budget or c.static_batches) and len(self._running) < c.max_num_seqs:
             arrival, sequence = self._waiting[0]
             if sequence.is_finished:
                 heapq.heappop(self._waiting)
                 continue
             taken = self._taken_at_once(sequence)
-            needed = blocks_for(max(sequence.num_tokens, taken), block_size)
-            reserve = self.config.growth_reserve * len(self._running)
+            needed = blocks_for(max(sequence.num_tokens, taken), c.block_size)
+            reserve = c.growth_reserve * len(self._running)
             if sequence.num_in_flight or needed + reserve > self.blocks.num_free:
                 break
             heapq.heappop(self._waiting)
