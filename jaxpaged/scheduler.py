@@ -82,8 +82,8 @@ class Scheduler:
         if blocks_for(reserved, self.config.block_size) > self.config.num_blocks:
             raise ValueError(
                 f"kv_reservation={self.config.kv_reservation!r} takes {reserved} tokens of KV space for the request, "
-                f"but the whole pool has {self.config.num_blocks} blocks of {self.config.block_size}; give it more memory, "
-                "or lower max_model_len or max_tokens"
+                f"but the whole pool has {self.config.num_blocks} blocks of {self.config.block_size}; give it more "
+                "memory, or lower max_model_len or max_tokens"
             )
         self._enqueue(sequence)
 
