@@ -9,10 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,18 +16,15 @@ import jax.numpy as jnp
 
 from jaxpaged import kv_cache
 from jaxpaged.batch import Buckets, StepShape
-from jaxpaged.checkpoints.demo import demo_model_path
-from jaxpaged.checkpoints.reader import open_checkpoint
 from jaxpaged.compilation_cache import use_compilation_cache
 from jaxpaged.config import EngineConfig, SchedulerConfig, blocks_for
 from jaxpaged.engine import Engine
 from jaxpaged.executables import StepFunctions, step_temporaries
+from jaxpaged.model_source import open_model
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.loading import load_params
-from jaxpaged.models.registry import family_of
 from jaxpaged.runner import Runner
 from jaxpaged.scheduler import Scheduler
-from jaxpaged.tokenizer import Tokenizer
+from jaxpaged.startup import StartupTimes
 
 logger = logging.getLogger(__name__)
 
@@ -52,27 +45,32 @@ _CPU = _Limits(max_num_seqs=32, max_num_batched_tokens=256, smallest_bucket=8, b
 _GPU = _Limits(max_num_seqs=256, max_num_batched_tokens=2048, smallest_bucket=1, bucket_ratio=2)
 
 
-def build_engine(config: EngineConfig) -> Engine:
+def build_engine(config: EngineConfig, startup: StartupTimes | None = None) -> Engine:
     """Loads the model and compiles everything.
+
+    Args:
+      config: the options.
+      startup: takes down how long each phase takes.
 
     Raises:
       ValueError: an option doesn't fit the model or the device, or the checkpoint is at fault.
     """
+    startup = StartupTimes() if startup is None else startup
     use_compilation_cache()
-    reader = open_checkpoint(demo_model_path() if config.model == "demo" else Path(config.model))
-    family = family_of(reader.hf_config, str(reader.path))
-    model = family.config(reader.hf_config, str(reader.path))
-    tokenizer = Tokenizer.from_checkpoint(reader)
+    with startup.phase("device"):
+        jax.devices()
+    with startup.phase("checkpoint"):
+        source = open_model(config.model)
+    model = source.config
     dtype = resolve_dtype(config.dtype, model.dtype)
     max_model_len = _max_model_len(config, model)
     limits = _CPU if jax.default_backend() == "cpu" else _GPU
     max_num_seqs = config.max_num_seqs or limits.max_num_seqs
     max_tokens = config.max_num_batched_tokens or max(limits.max_num_batched_tokens, max_num_seqs)
 
-    with _timed("weights"):
-        params = load_params(reader, family.weights(model), family.ignored_tensors, dtype)
-        jax.block_until_ready(params)
-    module = family.module(model, dtype)
+    with startup.phase("weights"):
+        params = jax.block_until_ready(source.params(dtype))
+    module = source.family.module(model, dtype)
     buckets = Buckets.for_limits(max_num_seqs, max_tokens, smallest=limits.smallest_bucket, ratio=limits.bucket_ratio)
 
     def step_functions(num_blocks: int) -> StepFunctions:
@@ -86,7 +84,8 @@ def build_engine(config: EngineConfig) -> Engine:
         cache = kv_cache.abstract(model, 2, config.block_size, dtype)
         return step_temporaries(functions, params, cache, buckets.largest)
 
-    num_blocks = _num_pool_blocks(config, model, dtype, temporaries)
+    with startup.phase("sizing"):
+        num_blocks = _num_pool_blocks(config, model, dtype, temporaries)
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=num_blocks - 1,  # the null block is nobody's
@@ -94,20 +93,20 @@ def build_engine(config: EngineConfig) -> Engine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
             kv_reservation=config.kv_reservation,
             static_batches=config.static_batches,
         )
     )
-    eos_token_ids = reader.eos_token_ids or tuple(i for i in [tokenizer.eos_token_id] if i is not None)
-    with _timed("compilation"):
-        cache = kv_cache.allocate(model, num_blocks, config.block_size, dtype)
-        runner = Runner(step_functions(num_blocks), params, cache, buckets, eos_token_ids)
+    with startup.phase("sizing"):
+        cache = jax.block_until_ready(kv_cache.allocate(model, num_blocks, config.block_size, dtype))
+    runner = Runner(step_functions(num_blocks), params, cache, buckets, source.eos_token_ids, startup)
     return Engine(
         scheduler=scheduler,
         runner=runner,
-        tokenizer=tokenizer,
+        tokenizer=source.tokenizer,
         vocab_size=model.vocab_size,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=source.eos_token_ids,
         seed=config.seed,
         max_logprobs=config.max_logprobs,
     )
@@ -177,10 +176,3 @@ def _memory() -> int:
     if stats is not None:
         return stats["bytes_limit"]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-@contextmanager
-def _timed(phase: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    logger.info("%s: %.1f s", phase, time.perf_counter() - start)

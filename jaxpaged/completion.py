@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from typing import NamedTuple
 
@@ -25,7 +26,10 @@ class TokenRating(NamedTuple):
 class Completion:
     """Follows one sequence as its tokens are read, and decides when it ends."""
 
-    def __init__(self, sequence: Sequence, prompt: str | None, tokenizer: Tokenizer, eos_token_ids: Ids[int]) -> None:
+    def __init__(
+        self, sequence: Sequence, prompt: str | None, tokenizer: Tokenizer | None, eos_token_ids: Ids[int]
+    ) -> None:
+        """Without a tokenizer the completion has no text, whatever the request asks for."""
         request = sequence.request
         params = request.params
         self.sequence = sequence
@@ -33,11 +37,12 @@ class Completion:
         self.stop_reason: int | str | None = None
         self._prompt = prompt
         self._params = params
-        self._token_texts = token_texts(tokenizer)
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._end_ids = self._eos.union(params.stop_ids)
         self._detokenizer = None
-        if params.detokenize:
+        self._text_of: Callable[[int], str | None] = _no_text
+        if tokenizer is not None and params.detokenize:
+            self._text_of = token_texts(tokenizer).alone
             self._detokenizer = IncrementalDetokenizer(
                 tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
             )
@@ -109,6 +114,7 @@ class Completion:
             outputs=[completion],
             finished=self.finish_reason is not None,
             num_preemptions=sequence.num_preemptions,
+            num_cached_tokens=sequence.num_cached,
         )
 
     def _match(self, piece: str) -> str:
@@ -120,7 +126,7 @@ class Completion:
 
     def _entry(self, token_id: int, rating: TokenRating, num_alternatives: int | None) -> TokenLogprobs:
         """The token first, then the best alternatives."""
-        text_of = self._token_texts.alone if self._params.detokenize else _no_text
+        text_of = self._text_of
         token = Logprob(rating.logprob, rating.rank, text_of(token_id))
         ids = rating.top_ids[: num_alternatives or 0]
         top = map(Logprob, rating.top_logprobs, itertools.count(1), map(text_of, ids))

@@ -26,7 +26,8 @@ class EngineConfig:
     """
 
     model: str
-    """A folder with config.json and safetensors, a .gguf file, or "demo" (SmolLM2-135M-Instruct)."""
+    """A folder with config.json and safetensors, a .gguf file, "demo" (SmolLM2-135M-Instruct), or "random:" and the
+    name of a published shape (`jaxpaged.models.shapes`): random weights, made on the device, and no tokenizer."""
     dtype: DType = "auto"
     """Dtype of weights, activations and KV cache. "auto": the checkpoint's on a GPU (bfloat16 for a float32
     one), float32 on a CPU."""
@@ -49,6 +50,8 @@ class EngineConfig:
     """Seeds the requests that bring no seed of their own."""
     max_logprobs: int = 20
     """Most alternatives a token that a request may ask for."""
+    enable_prefix_caching: bool = True
+    """Whether a prompt that begins like one before it shares the KV blocks that are there already."""
     kv_reservation: KVReservation = "none"
     """"max", "pow2" or "oracle": each sequence takes all its blocks at once, as systems without paging do; to measure
     what paging gives (`jaxpaged.reservation`)."""
@@ -73,8 +76,9 @@ class EngineConfig:
             raise ValueError(
                 f"kv_reservation={self.kv_reservation!r} is unknown; choose one of {', '.join(get_args(KVReservation))}"
             )
-        if not isinstance(self.static_batches, bool):
-            raise ValueError(f"static_batches={self.static_batches!r} must be True or False")
+        for name in ("enable_prefix_caching", "static_batches"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ValueError(
                 f"num_kv_blocks={self.num_kv_blocks} and kv_cache_memory_bytes={self.kv_cache_memory_bytes} both size "
@@ -95,6 +99,7 @@ class SchedulerConfig:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    enable_prefix_caching: bool = True
     growth_reserve: int = 2
     """Free blocks that admission leaves for each running sequence to grow into. Less admits sooner and preempts more:
     on a ShareGPT-like trace in a pool for 30 sequences, 2 cause 160 preemptions in 1,000 requests, 0.3 cause 1,003."""

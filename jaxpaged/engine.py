@@ -16,7 +16,7 @@ from itertools import count
 
 from jaxpaged import batch
 from jaxpaged.completion import Completion, TokenRating
-from jaxpaged.outputs import CacheStats
+from jaxpaged.outputs import CacheStats, StepStats
 from jaxpaged.request import Request, Sequence
 from jaxpaged.runner import Runner, StepHandle, StepResult, prompt_targets, wants_prompt_logprobs
 from jaxpaged.sampler import Rating
@@ -33,17 +33,20 @@ class Engine:
         *,
         scheduler: Scheduler,
         runner: Runner,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         vocab_size: int,
         eos_token_ids: Ids[int],
         seed: int,
         max_logprobs: int,
     ) -> None:
-        """Args: `vocab_size` is that of the model's logits; `seed` serves requests that bring none."""
+        """Args: `vocab_size` is that of the model's logits; `seed` serves requests that bring none.
+
+        Without a tokenizer, requests must give token ids and ask for no text.
+        """
         self.scheduler = scheduler
         self.runner = runner
-        self.tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self.vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._seed = seed
         self._max_logprobs = max_logprobs
@@ -54,32 +57,51 @@ class Engine:
         self._turn = threading.RLock()
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+          ValueError: it has none.
+        """
+        if self._tokenizer is None:
+            raise ValueError("the model has no tokenizer: give token ids, and SamplingParams(detokenize=False)")
+        return self._tokenizer
+
+    @property
     def has_unfinished(self) -> bool:
         return bool(self._completions)
 
-    def add_request(self, request_id: str, prompt: str | Ids[int], params: SamplingParams) -> Completion:
+    def add_request(
+        self, request_id: str, prompt: str | Ids[int], params: SamplingParams, cache_salt: str | None = None
+    ) -> Completion:
         """Queues a request; its completion fills as `step` is called.
 
         Args:
           request_id: unique among the running ones.
           prompt: text, or token ids.
           params: how to sample.
+          cache_salt: shares cached prefixes with requests of the same salt only, None with those that have none.
 
         Raises:
           ValueError: the prompt or a parameter is out of range, or the request could never be served.
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params={params!r:.80} must be a SamplingParams")
-        validate_for(params, self._vocab_size, self._max_logprobs)
+        if not isinstance(cache_salt, str | None):
+            raise ValueError(f"cache_salt={cache_salt!r:.80} must be a string, or None")
+        validate_for(params, self.vocab_size, self._max_logprobs)
         token_ids = self._checked_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if not token_ids:
             raise ValueError(f"prompt={prompt!r} has no tokens; give at least one")
         with self._turn:
             if request_id in self._completions:
                 raise ValueError(f"request_id={request_id!r} is in use by a request that still runs; choose another")
-            request = self._request(request_id, token_ids, params)
+            request = self._request(request_id, token_ids, params, cache_salt)
             completion = Completion(
-                Sequence(request), prompt if isinstance(prompt, str) else None, self.tokenizer, self._eos_token_ids
+                Sequence(request),
+                prompt if isinstance(prompt, str) else None,
+                self.tokenizer if params.detokenize else None,
+                self._eos_token_ids,
             )
             self.scheduler.add(completion.sequence)
             self._num_requests += 1
@@ -123,13 +145,33 @@ class Engine:
             slots_held_share=self._stats.held_share,
             num_preemptions=self.scheduler.num_preemptions,
             num_steps=self._stats.num_steps,
+            num_prompt_tokens=self.scheduler.num_prompt_tokens,
+            num_cached_tokens=self.scheduler.num_cached_tokens,
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; what runs goes on with the blocks that it has."""
+        with self._turn:
+            self.scheduler.blocks.forget_prefixes()
+
+    def step_stats(self) -> StepStats:
+        """What the steps did since the start."""
+        stats, runner = self._stats, self.runner
+        return StepStats(
+            num_steps=stats.num_steps,
+            num_rows=stats.num_rows,
+            num_tokens=stats.num_tokens,
+            num_padded_tokens=sum(bucket.tokens * steps for bucket, steps in runner.steps_by_bucket.items()),
+            slots_allocated=stats.slots_allocated,
+            slots_held=stats.slots_held,
+            num_preemptions=self.scheduler.num_preemptions,
         )
 
     def _start_over(self) -> None:
         """Drops all requests and books: a step that broke off may have left the books half written, or its tokens."""
-        num_preemptions = self.scheduler.num_preemptions
-        self.scheduler = Scheduler(self.scheduler.config)
-        self.scheduler.num_preemptions = num_preemptions
+        old, self.scheduler = self.scheduler, Scheduler(self.scheduler.config)
+        for counter in ("num_preemptions", "num_prompt_tokens", "num_cached_tokens"):
+            setattr(self.scheduler, counter, getattr(old, counter))
         self._in_flight = None
         self.runner.recover()
         dropped, self._completions = self._completions, {}
@@ -160,7 +202,9 @@ class Engine:
             offset += row.count
         return advanced
 
-    def _request(self, request_id: str, token_ids: list[int], params: SamplingParams) -> Request:
+    def _request(
+        self, request_id: str, token_ids: list[int], params: SamplingParams, cache_salt: str | None
+    ) -> Request:
         arrival = self._num_requests
         words = params.seed_words
         seed = self._own_seed(arrival) if words is None else words[0] << 32 | words[1]
@@ -169,8 +213,9 @@ class Engine:
             prompt_token_ids=token_ids,
             params=params,
             arrival=arrival,
-            sampling_words=batch.sampling_words(params, seed, self._vocab_size),
+            sampling_words=batch.sampling_words(params, seed, self.vocab_size),
             bad_words=self._bad_words(params),
+            cache_salt="" if cache_salt is None else f"salt {cache_salt}",  # the empty salt is one too
         )
 
     def _own_seed(self, arrival: int) -> int:
@@ -182,8 +227,8 @@ class Engine:
             raise ValueError(f"prompt={prompt!r:.80} must be text or a list of token ids")
         for i, token in enumerate(prompt):
             is_id = isinstance(token, numbers.Integral) and not isinstance(token, bool)
-            if not is_id or not 0 <= token < self._vocab_size:
-                last = self._vocab_size - 1
+            if not is_id or not 0 <= token < self.vocab_size:
+                last = self.vocab_size - 1
                 raise ValueError(
                     f"prompt[{i}]={token!r:.80} must be a token id from 0 to {last}, the model's vocabulary"
                 )
@@ -200,23 +245,27 @@ class Engine:
 
 
 class _PoolStats:
-    """Sums over the steps, for `CacheStats`."""
+    """Sums over the steps, for `CacheStats` and `StepStats`."""
 
     def __init__(self) -> None:
         self.num_steps = 0
+        self.num_rows = 0
+        self.num_tokens = 0
         self.peak_blocks = 0
-        self._held = 0
-        self._allocated = 0
+        self.slots_held = 0
+        self.slots_allocated = 0
 
     @property
     def held_share(self) -> float:
-        return self._held / self._allocated if self._allocated else 0.0
+        return self.slots_held / self.slots_allocated if self.slots_allocated else 0.0
 
     def add(self, plan: StepPlan, block_size: int) -> None:
         self.num_steps += 1
+        self.num_rows += len(plan.rows)
+        self.num_tokens += plan.num_tokens
         self.peak_blocks = max(self.peak_blocks, plan.num_blocks_used)
-        self._held += plan.num_tokens_held
-        self._allocated += plan.num_blocks_used * block_size
+        self.slots_held += plan.num_tokens_held
+        self.slots_allocated += plan.num_blocks_used * block_size
 
 
 def _ratings(rating: Rating, first: int, num: int, num_alternatives: int) -> Iterator[TokenRating]:

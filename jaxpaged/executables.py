@@ -26,6 +26,7 @@ from jaxpaged import batch
 from jaxpaged.batch import Bucket, StepInputs, StepShape
 from jaxpaged.kv_cache import KVCache, PagedAttend
 from jaxpaged.sampler import Rating, SampleOutput, SamplingInputs, rate, sample
+from jaxpaged.startup import StartupTimes
 
 _LOGPROB_CHUNK = 64  # prompt tokens whose logits are held at once
 
@@ -108,25 +109,34 @@ def _sampling_inputs(x: StepInputs) -> SamplingInputs:
 class Executables:
     """Compiled step functions: `forward` by bucket, `sample` by rows, `prompt_logprobs` by tokens."""
 
-    def __init__(self, functions: StepFunctions, params: Any, cache: KVCache, buckets: Iterable[Bucket]) -> None:
+    def __init__(
+        self,
+        functions: StepFunctions,
+        params: Any,
+        cache: KVCache,
+        buckets: Iterable[Bucket],
+        startup: StartupTimes,
+    ) -> None:
         """Compiles everything. Of `params` and `cache` only shapes and dtypes are read."""
         params, cache = _abstract(params), _abstract(cache)
         # Tracing takes one core, compiling as many as there are.
         with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
             forward, sample, prompt_logprobs = {}, {}, {}
-            for bucket in buckets:
-                lowered = lower_forward(functions, params, cache, bucket)
-                forward[bucket] = pool.submit(lowered.compile)
-                out = lowered.out_info
-                if bucket.rows not in sample:
-                    lowered = jax.jit(functions.sample).lower(out.logits, out.logits, out.sampling)
-                    sample[bucket.rows] = pool.submit(lowered.compile)
-                if not bucket.decode:
-                    lowered = jax.jit(functions.prompt_logprobs).lower(params, out.hidden, _ints(bucket.tokens))
-                    prompt_logprobs[bucket.tokens] = pool.submit(lowered.compile)
-        self.forward = {key: future.result() for key, future in forward.items()}
-        self.sample = {key: future.result() for key, future in sample.items()}
-        self.prompt_logprobs = {key: future.result() for key, future in prompt_logprobs.items()}
+            with startup.phase("tracing"):
+                for bucket in buckets:
+                    lowered = lower_forward(functions, params, cache, bucket)
+                    forward[bucket] = pool.submit(lowered.compile)
+                    out = lowered.out_info
+                    if bucket.rows not in sample:
+                        lowered = jax.jit(functions.sample).lower(out.logits, out.logits, out.sampling)
+                        sample[bucket.rows] = pool.submit(lowered.compile)
+                    if not bucket.decode:
+                        lowered = jax.jit(functions.prompt_logprobs).lower(params, out.hidden, _ints(bucket.tokens))
+                        prompt_logprobs[bucket.tokens] = pool.submit(lowered.compile)
+            with startup.phase("compiling"):
+                self.forward = {key: future.result() for key, future in forward.items()}
+                self.sample = {key: future.result() for key, future in sample.items()}
+                self.prompt_logprobs = {key: future.result() for key, future in prompt_logprobs.items()}
 
 
 def lower_forward(functions: StepFunctions, params: Any, cache: KVCache, bucket: Bucket) -> jax.stages.Lowered:

@@ -18,6 +18,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine import Engine
 from jaxpaged.outputs import CacheStats, RequestOutput
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.startup import StartupTimes
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -35,10 +36,11 @@ class LLM:
         """Loads the model, allocates the pool and compiles the steps.
 
         Args:
-          model: a folder with config.json and safetensors, a .gguf file, or "demo".
+          model: a folder with config.json and safetensors, a .gguf file, "demo", or "random:" and the name of a shape
+            (`jaxpaged.models.shapes`): random weights and no tokenizer, for measurements.
           **options: the fields of `jaxpaged.config.EngineConfig`: dtype, max_model_len, block_size,
             num_kv_blocks, kv_cache_memory_bytes, gpu_memory_utilization, max_num_seqs, max_num_batched_tokens,
-            seed, max_logprobs.
+            seed, max_logprobs, enable_prefix_caching, and others for measurements.
 
         Raises:
           ValueError: an option is unknown or out of range, or the checkpoint can't be loaded.
@@ -48,7 +50,9 @@ class LLM:
         if unknown:
             raise ValueError(f"unknown option {', '.join(unknown)}; LLM takes {', '.join(known)}")
         path = os.fspath(model) if isinstance(model, os.PathLike) else model
-        self.engine: Engine = build_engine(EngineConfig(model=path, **options))
+        self.startup = StartupTimes()
+        """How long the start took, phase by phase."""
+        self.engine: Engine = build_engine(EngineConfig(model=path, **options), self.startup)
         self._request_ids = map(str, itertools.count())
 
     def generate(
@@ -57,6 +61,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Continues every prompt and returns the outputs in their order.
 
@@ -64,6 +69,8 @@ class LLM:
           prompts: one prompt (text, or token ids) or a list of them.
           sampling_params: one for all, or one a prompt; the defaults if None.
           use_tqdm: show a progress bar.
+          cache_salt: share cached prefixes with requests of the same salt only: tenants stay apart. None: with all that
+            have none.
 
         Raises:
           ValueError: a prompt or a parameter is out of range; then nothing is generated.
@@ -73,7 +80,7 @@ class LLM:
         completions: list[Completion] = []
         try:
             for prompt, p in zip(listed, params, strict=True):
-                completions.append(self._add(prompt, p, len(completions)))
+                completions.append(self._add(prompt, p, len(completions), cache_salt))
             for _ in self._run(completions, use_tqdm):
                 pass
         finally:
@@ -90,6 +97,7 @@ class LLM:
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of a list, through the model's chat template.
 
@@ -99,6 +107,7 @@ class LLM:
           use_tqdm: as for `generate`.
           add_generation_prompt: end the prompt with the opening of an assistant's turn.
           chat_template_kwargs: passed on to the chat template.
+          cache_salt: as for `generate`.
 
         Raises:
           ValueError: as for `generate`, or the model has no chat template, or it refuses the messages.
@@ -109,7 +118,7 @@ class LLM:
                 prompts.append(self.chat_prompt(conversation, add_generation_prompt, chat_template_kwargs))
             except ValueError as error:
                 raise ValueError(f"conversation {i}: {error}") from error
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, cache_salt=cache_salt)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str, None, None]:
         """Continues one prompt and yields its text as it becomes final; closing the iterator ends the request.
@@ -144,9 +153,13 @@ class LLM:
         """The KV pool now and since the start."""
         return self.engine.cache_stats()
 
-    def _add(self, prompt: Prompt, params: SamplingParams, index: int) -> Completion:
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes, so that the next prompts are computed from their first token on."""
+        self.engine.reset_prefix_cache()
+
+    def _add(self, prompt: Prompt, params: SamplingParams, index: int, cache_salt: str | None = None) -> Completion:
         try:
-            return self.engine.add_request(next(self._request_ids), prompt, params)
+            return self.engine.add_request(next(self._request_ids), prompt, params, cache_salt)
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from error
 

@@ -52,6 +52,30 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_preemptions: int
+    num_cached_tokens: int
+    """Prompt tokens whose KV was found in the pool and not computed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepStats:
+    """What an engine's steps did so far; the difference of two tells of the time between."""
+
+    num_steps: int = 0
+    num_rows: int = 0
+    """Sequences of each step, summed."""
+    num_tokens: int = 0
+    """Tokens computed, recomputed ones included."""
+    num_padded_tokens: int = 0
+    """The same with the padding of the steps' shapes."""
+    slots_allocated: int = 0
+    """KV slots of the blocks in use, summed over the steps."""
+    slots_held: int = 0
+    """Those of them that held a token."""
+    num_preemptions: int = 0
+
+    def __sub__(self, before: StepStats) -> StepStats:
+        fields = dataclasses.astuple(self), dataclasses.astuple(before)
+        return StepStats(*(now - then for now, then in zip(*fields, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,3 +90,7 @@ class CacheStats:
     """Share of the allocated KV slots that held a token, averaged over all steps; 0 before the first."""
     num_preemptions: int
     num_steps: int
+    num_prompt_tokens: int
+    """Of all requests that were started."""
+    num_cached_tokens: int
+    """Those of them whose KV was found in the pool and not computed (prefix caching)."""

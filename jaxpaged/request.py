@@ -33,20 +33,25 @@ class Request:
     """Sampling parameters and seed as the device reads them, see `batch.sampling_words`."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences of `params.bad_words`."""
+    cache_salt: str = ""
+    """Requests share cached prefixes with those of the same salt only."""
 
 
 class Sequence:
     """One chain of tokens being generated for a request."""
 
     __slots__ = (
+        "block_keys",
         "block_table",
         "in_flight_row",
         "max_tokens",
         "needs_host_history",
+        "num_cached",
         "num_computed",
         "num_in_flight",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_published",
         "num_tokens",
         "request",
         "status",
@@ -71,6 +76,12 @@ class Sequence:
         self.needs_host_history = request.params.needs_host_history
         """As `SamplingParams.needs_host_history`, looked up once."""
         self.block_table = array("i")
+        self.block_keys: list[bytes] = []
+        """Of its full blocks, as far as the block manager has hashed them."""
+        self.num_published = 0
+        """Blocks from the first on that are published, or were found to hold what others hold too."""
+        self.num_cached = 0
+        """Tokens that its first admission found in the pool."""
         self.num_preemptions = 0
         self.status = Status.WAITING
 

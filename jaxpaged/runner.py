@@ -6,6 +6,7 @@ the host has the next step planned. The pool passes from step to step by donatio
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
@@ -13,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged import batch, logit_passes
-from jaxpaged.batch import Buckets
+from jaxpaged.batch import Bucket, Buckets
 from jaxpaged.executables import Executables, StepFunctions
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.logit_edits import EditRequest, collect_edits
 from jaxpaged.sampler import Rating, SampleOutput
 from jaxpaged.scheduler import Row, StepPlan
+from jaxpaged.startup import StartupTimes
 
 
 class StepResult(NamedTuple):
@@ -61,6 +63,7 @@ class Runner:
         cache: KVCache,
         buckets: Buckets,
         eos_token_ids: tuple[int, ...],
+        startup: StartupTimes,
     ) -> None:
         """Compiles all buckets; after that, nothing compiles.
 
@@ -70,6 +73,7 @@ class Runner:
           cache: the pool; the runner owns it from here on.
           buckets: the shapes to compile.
           eos_token_ids: what `min_tokens` holds back.
+          startup: takes down how long tracing, compiling and warm-up take.
         """
         self._functions = functions
         self._params = params
@@ -77,14 +81,21 @@ class Runner:
         self._buckets = buckets
         self._eos_token_ids = eos_token_ids
         self._previous = jnp.zeros(functions.max_rows, jnp.int32)
-        self._executables = Executables(functions, params, cache, buckets.all)
-        for bucket in buckets.decode:
-            vocab = self._executables.forward[bucket].out_info.logits.shape[1]
-            logit_passes.warm_up(jnp.zeros((bucket.rows, vocab), jnp.float32))
+        self.steps_by_bucket: Counter[Bucket] = Counter()
+        """Steps dispatched so far in each padded shape."""
+        self.tokens_by_bucket: Counter[Bucket] = Counter()
+        """Tokens of those steps, padding left out."""
+        self._executables = Executables(functions, params, cache, buckets.all, startup)
+        with startup.phase("warm-up"):
+            for bucket in buckets.decode:
+                vocab = self._executables.forward[bucket].out_info.logits.shape[1]
+                logit_passes.warm_up(jnp.zeros((bucket.rows, vocab), jnp.float32))
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Starts a step; the plans of all steps must be dispatched in the order in which they were made."""
         bucket = self._buckets.fit(plan.num_tokens, len(plan.rows))
+        self.steps_by_bucket[bucket] += 1
+        self.tokens_by_bucket[bucket] += plan.num_tokens
         buffer = jax.device_put(batch.pack(plan, bucket, self._functions.shape))
         out = self._executables.forward[bucket](self._params, self._cache, buffer, self._previous)
         self._cache = out.cache

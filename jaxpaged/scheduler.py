@@ -44,7 +44,7 @@ class StepPlan(NamedTuple):
     num_tokens: int
     num_blocks_used: int
     num_tokens_held: int
-    """Tokens whose KV is in the pool after the step."""
+    """Tokens whose KV is in the pool after the step, each slot counted once."""
 
 
 class Scheduler:
@@ -52,8 +52,12 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.blocks = BlockManager(config.num_blocks, config.block_size)
+        self.blocks = BlockManager(config.num_blocks, config.block_size, caches_prefixes=config.enable_prefix_caching)
         self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        """Of all sequences admitted so far, each counted once."""
+        self.num_cached_tokens = 0
+        """Those of them that were found in the pool."""
         self._running: dict[int, Sequence] = {}  # by arrival, and in that order
         self._waiting: list[tuple[int, Sequence]] = []  # a heap by arrival; aborted ones are skipped when they surface
         self._num_waiting = 0
@@ -101,6 +105,9 @@ class Scheduler:
         """Takes in the token that was in flight."""
         sequence.token_ids.append(token_id)
         sequence.num_in_flight -= 1
+        # The block before this token is full, and its tokens are known now. (One that was preempted has none.)
+        if not (len(sequence.token_ids) - 1) % self.config.block_size and sequence.status is Status.RUNNING:
+            self.blocks.publish(sequence)
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step and allocates every slot that it writes; None if no sequence can advance now."""
@@ -128,7 +135,9 @@ class Scheduler:
         if not rows:
             return None
         num_tokens = self.config.max_num_batched_tokens - budget
-        return StepPlan(rows, num_tokens, self.blocks.num_used, self._num_held)
+        # Shared blocks are full, so what all tables lack in tokens is what the blocks in use lack.
+        unfilled = self.blocks.num_entries * block_size - self._num_held
+        return StepPlan(rows, num_tokens, self.blocks.num_used, self.blocks.num_used * block_size - unfilled)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless queues, tables and reference counts agree."""
@@ -215,6 +224,8 @@ class Scheduler:
         source = sequence.in_flight_row if sequence.num_in_flight else -1
         sequence.num_computed = end
         self._num_held += end - start
+        if end - start > 1:  # a decode's block is published when its token was read
+            self.blocks.publish(sequence)
         if samples:
             sequence.num_in_flight += 1
             sequence.num_tokens += 1
@@ -230,7 +241,9 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 continue
             taken = self._taken_at_once(sequence)
-            needed = blocks_for(max(sequence.num_tokens, taken), c.block_size)
+            cached = self.blocks.find_prefix(sequence)
+            in_use = len(cached) - self.blocks.num_idle(cached)
+            needed = blocks_for(max(sequence.num_tokens, taken), c.block_size) - in_use
             reserve = c.growth_reserve * len(self._running)
             if sequence.num_in_flight or needed + reserve > self.blocks.num_free:
                 break
@@ -238,10 +251,17 @@ class Scheduler:
             self._num_waiting -= 1
             sequence.status = Status.RUNNING
             self._running[arrival] = sequence
-            count = min(sequence.num_tokens, budget)
-            grown = self.blocks.grow(sequence, max(count, taken))
+            self.blocks.share(sequence, cached)
+            sequence.num_computed = len(cached) * c.block_size
+            self._num_held += sequence.num_computed
+            if not sequence.num_preemptions:
+                sequence.num_cached = sequence.num_computed
+                self.num_prompt_tokens += sequence.num_prompt_tokens
+                self.num_cached_tokens += sequence.num_cached
+            end = min(sequence.num_tokens, sequence.num_computed + budget)
+            grown = self.blocks.grow(sequence, max(end, taken))
             assert grown, "admission checked the free blocks"
-            if count:
-                rows.append(self._take(sequence, count, len(rows)))
-            budget -= count
+            if end > sequence.num_computed:
+                budget -= end - sequence.num_computed
+                rows.append(self._take(sequence, end, len(rows)))
         return budget

@@ -182,7 +182,8 @@ class Measurement:
         name = ""
         for length in lengths:
             name = next(self._names)
-            self._engine.add_request(name, [1] * length, self._params)
+            own = [int(name) % 97, int(name) // 97 % 97]  # so that no two prompts share a prefix
+            self._engine.add_request(name, own + [1] * (length - 2), self._params)
         return name
 
     def _steps(self) -> Iterator[StepTimes]:
@@ -263,7 +264,8 @@ def measure_usage(trace: list[tuple[int, int]], config: SchedulerConfig) -> Usag
     for arrival, (num_prompt, num_output) in enumerate(trace):
         params = SamplingParams(temperature=0, max_tokens=num_output)
         words = sampling_words(params, seed=0, vocab_size=1)
-        scheduler.add(Sequence(Request(str(arrival), [0] * num_prompt, params, arrival, words)))
+        request = Request(str(arrival), [0] * num_prompt, params, arrival, words, cache_salt=str(arrival))
+        scheduler.add(Sequence(request))
     shares, running, peak = [], [], 0
     previous: StepPlan | None = None
     while scheduler.has_unfinished:

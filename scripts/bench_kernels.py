@@ -438,9 +438,16 @@ def main() -> None:
     machine = gpu()
     ceilings = measure_ceilings()
     results: list[Result] = []
+    progress = Console(stderr=True, highlight=False)
     for row in (rows[name] for name in args.rows):
         wanted = row.implementations if row.kind == "write" else tuple(args.implementation or row.implementations)
-        results += measure_row(row, wanted)
+        for result in measure_row(row, wanted):
+            results.append(result)
+            ours, in_tree = result.ours, result.in_tree
+            progress.print(
+                f"{row.name} ({result.implementation or 'best'}): {in_us(ours and ours.seconds)}, "
+                f"kernels {in_us(ours and ours.kernel_seconds)}, in-tree {in_us(in_tree and in_tree.seconds)}"
+            )
     console = Console(width=150)
     console.print(render(results, ceilings, f"{machine['device']}, JAX {machine['jax']}, {machine['date']}"))
     for result in results:

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
     num_output = sum(len(o.outputs[0].token_ids) for o in outputs)
     num_prompt = sum(len(o.prompt_token_ids) for o in outputs)
     table = Table(title=f"\n{len(outputs)} requests on {device}", show_header=False)
-    table.add_row("start-up", f"{loaded - start:.1f} s")
+    table.add_row("start-up", f"{loaded - start:.1f} s; of that {llm.startup}")
     table.add_row("prompt tokens", f"{num_prompt:,}")
     table.add_row("output tokens", f"{num_output:,} in {elapsed:.1f} s")
     table.add_row("output tokens a second", f"{num_output / elapsed:.1f}")

@@ -12,10 +12,14 @@ VOCAB = 1000
 _arrivals = itertools.count()
 
 
-def make_sequence(num_prompt: int, max_tokens: int | None = 16, arrival: int | None = None, **params) -> Sequence:
+def make_sequence(
+    prompt: int | list[int], max_tokens: int | None = 16, arrival: int | None = None, salt: str = "", **params
+) -> Sequence:
+    """`prompt`: token ids, or their number."""
     arrival = next(_arrivals) if arrival is None else arrival
     sampling = SamplingParams(max_tokens=max_tokens, **params)
-    prompt = [(arrival * 31 + i) % VOCAB for i in range(num_prompt)]
+    if isinstance(prompt, int):
+        prompt = [(arrival * 31 + i) % VOCAB for i in range(prompt)]
     return Sequence(
         Request(
             request_id=str(arrival),
@@ -23,6 +27,7 @@ def make_sequence(num_prompt: int, max_tokens: int | None = 16, arrival: int | N
             params=sampling,
             arrival=arrival,
             sampling_words=sampling_words(sampling, arrival, VOCAB),
+            cache_salt=salt,
         )
     )
 

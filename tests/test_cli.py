@@ -74,8 +74,9 @@ def test_generate_passes_its_options_on(llm, run):
     }  # fmt: skip
     sampling = {"--temperature": 0.9, "--top-k": 50, "--top-p": 0.95, "--seed": 8, "--max-tokens": 9}
     flat = [str(x) for pair in (options | sampling).items() for x in pair]
-    result = run("generate", *flat, "the user")
-    assert run.options == {name[2:].replace("-", "_"): value for name, value in options.items()}
+    result = run("generate", *flat, "--no-enable-prefix-caching", "the user")
+    asked = {name[2:].replace("-", "_"): value for name, value in options.items()} | {"enable_prefix_caching": False}
+    assert run.options == asked
     expected = continued(llm, "the user", temperature=0.9, top_k=50, top_p=0.95, seed=8, max_tokens=9)
     assert result.stdout == as_printed(expected + "\n")
 

@@ -40,6 +40,7 @@ def test_block_sizes(block_size):
         ("seed", -1, "must be an integer of at least 0"),
         ("max_logprobs", -1, "must be an integer of at least 0"),
         ("kv_reservation", "all", "is unknown; choose one of none, max, pow2, oracle"),
+        ("enable_prefix_caching", "yes", "must be True or False"),
         ("static_batches", 1, "must be True or False"),
         ("gpu_memory_utilization", 0, r"must be in \(0, 1\]"),
         ("gpu_memory_utilization", 1.01, r"must be in \(0, 1\]"),

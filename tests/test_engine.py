@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import tiny
 from tiny import EOS, GREEDY, PROMPT, TOKENS, fresh_engine, serve, tokens_of
@@ -293,3 +294,51 @@ def check_same(output, expected):
         assert a is None or [(i, pytest.approx(x.logprob, abs=1e-4)) for i, x in a.items()] == [
             (i, x.logprob) for i, x in b.items()
         ]
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 32, 33, 60])
+def test_a_prefix_hit_equals_a_miss(llm, length):
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
+    engine, prompt = fresh_engine(llm), tiny.prompt(length)
+    (miss,) = serve(engine, (prompt, params))
+    (hit,) = serve(engine, (prompt, params))
+    size = engine.scheduler.config.block_size
+    assert (miss.num_cached_tokens, hit.num_cached_tokens) == (0, (length - 1) // size * size)
+    assert tokens_of(hit) == tokens_of(miss)
+    for one, other in zip(hit.outputs[0].logprobs, miss.outputs[0].logprobs, strict=True):
+        assert one.keys() == other.keys()
+        np.testing.assert_allclose([x.logprob for x in one.values()], [x.logprob for x in other.values()], atol=1e-4)
+    engine.reset_prefix_cache()
+    (again,) = serve(engine, (prompt, params))
+    assert again.num_cached_tokens == 0
+    stats = engine.cache_stats()
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens) == (3 * length, hit.num_cached_tokens)
+
+
+def test_identical_prompts_at_once_give_the_same_and_are_computed_once(llm):
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    outputs = serve(fresh_engine(llm), *[(tiny.prompt(40), params)] * 32)
+    assert len({tuple(tokens_of(output)) for output in outputs}) == 1
+    assert [output.num_cached_tokens for output in outputs] == [0] + [32] * 31
+
+
+def test_prompt_logprobs_pass_the_cache_by(llm):
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    engine = fresh_engine(llm)
+    first, second = (serve(engine, (tiny.prompt(40), params))[0] for _ in range(2))
+    assert second.num_cached_tokens == 0
+    assert len(second.prompt_logprobs) == 40
+    assert [set(x) for x in second.prompt_logprobs[1:]] == [set(x) for x in first.prompt_logprobs[1:]]
+
+
+def test_salts_keep_tenants_apart(llm):
+    engine = fresh_engine(llm)
+    cached = []
+    for i, salt in enumerate([None, None, "a", "a", "b", "", None]):
+        completion = engine.add_request(str(i), tiny.prompt(40), SamplingParams(max_tokens=1), cache_salt=salt)
+        while engine.has_unfinished:
+            engine.step()
+        cached.append(completion.output().num_cached_tokens)
+    assert cached == [0, 32, 0, 32, 0, 0, 32]
+    with pytest.raises(ValueError, match="cache_salt=5 must be a string, or None"):
+        engine.add_request("x", [5], SamplingParams(), cache_salt=5)

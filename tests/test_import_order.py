@@ -30,7 +30,9 @@ class Room:
 
 
 ROOMS = (
-    Room(("config", "reservation", "sampling_params", "outputs", "models.config"), host=True),
+    Room(
+        ("config", "reservation", "sampling_params", "outputs", "startup", "models.config", "models.shapes"), host=True
+    ),
     Room(("request",), above=("config",), host=True),
     Room(("block_pool",), above=("request",), host=True),
     Room(("block_manager",), above=("block_pool",), host=True),
@@ -48,10 +50,13 @@ ROOMS = (
     Room(("executables",), above=("batch", "sampler")),
     Room(("runner",), above=("executables", "logit_passes")),
     Room(("engine",), above=("runner", "scheduler", "batch", "completion")),
-    Room(("build",), above=("engine", "checkpoints", "compilation_cache")),
+    Room(("model_source",), above=("models", "tokenizer")),
+    Room(("build",), above=("engine", "model_source", "compilation_cache")),
     Room(("llm", "async_engine", "beam_search"), above=("build",)),
     Room(("server",), above=("llm",)),
-    Room(("cli", "__main__"), above=("server",)),
+    Room(("cli_options",), above=("llm",)),
+    Room(("bench",), above=("cli_options",)),
+    Room(("cli", "__main__"), above=("server", "bench")),
     Room(("jaxpaged",), above=("llm",)),  # the package's __init__
 )
 

@@ -45,6 +45,7 @@ def fresh_engine(llm: LLM, *, seed: int = 0, **limits: int) -> Engine:
     Admission leaves no reserve, so that a small pool soon preempts.
     """
     engine = llm.engine
+    llm.reset_prefix_cache()  # the new engine will write into blocks that the other one remembers
     return Engine(
         scheduler=Scheduler(dataclasses.replace(engine.scheduler.config, **{"growth_reserve": 0, **limits})),
         runner=engine.runner,

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.block_copy.reference import copy_blocks_reference
+from pallas_kernels.devices import triton_refusal
 from pallas_kernels.dispatch import Implementation, choose, serves_all
 from pallas_kernels.kv_write.checks import check_pools
-from pallas_kernels.triton_device import device_refusal
 
 
 def _triton(*arrays: Array) -> tuple[Array, Array]:
@@ -18,7 +18,7 @@ def _triton(*arrays: Array) -> tuple[Array, Array]:
 
 
 IMPLEMENTATIONS = (
-    Implementation("triton", _triton, device_refusal),
+    Implementation("triton", _triton, triton_refusal),
     Implementation("reference", copy_blocks_reference, serves_all),
 )
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.devices import compute_capability, triton_refusal
 from pallas_kernels.dispatch import Implementation, choose, serves_all
 from pallas_kernels.kv_write.checks import check_pools, check_scales, check_slots
 from pallas_kernels.kv_write.reference import rope_and_write_kv_reference
-from pallas_kernels.triton_device import compute_capability, device_refusal
 
 
 def _triton_refusal(qkv: Array, cos: Array, sin: Array, k_pool: Array, *_: Array, **__: Array | None) -> str | None:
     """Why the Triton kernel can't serve a call, or None."""
-    if (reason := device_refusal(k_pool)) is not None:
+    if (reason := triton_refusal(k_pool)) is not None:
         return reason
     if k_pool.dtype == jnp.float8_e4m3fn:
         if (capability := compute_capability() or 0) < 89:

@@ -52,15 +52,6 @@ def common_refusal(
     return None
 
 
-def num_multiprocessors() -> int:
-    """Of the device that this trace is for; of an H200 where that is unknown."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if abstract is not None:
-        return abstract.num_cores or 132
-    device = jax.config.jax_default_device or jax.devices()[0]
-    return getattr(device, "core_count", None) or 132
-
-
 def tiled_smem(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     """Shared memory for matrices `[..., rows, columns]` that TMA fills and wgmma reads: tiled and swizzled."""
     bits = jnp.dtype(dtype).itemsize * 8

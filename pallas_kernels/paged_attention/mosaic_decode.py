@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.devices import num_multiprocessors
 from pallas_kernels.paged_attention import plan
-from pallas_kernels.paged_attention.mosaic_common import common_refusal, num_multiprocessors
+from pallas_kernels.paged_attention.mosaic_common import common_refusal
 from pallas_kernels.paged_attention.mosaic_decode_kernel import (
     LOG2_E,
     OPERAND_ROWS,

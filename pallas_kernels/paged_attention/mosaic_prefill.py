@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.paged_attention.mosaic_common import common_refusal, num_multiprocessors
+from pallas_kernels.devices import num_multiprocessors
+from pallas_kernels.paged_attention.mosaic_common import common_refusal
 from pallas_kernels.paged_attention.mosaic_prefill_geometry import Geometry
 from pallas_kernels.paged_attention.mosaic_prefill_kernel import prefill_kernel
 from pallas_kernels.paged_attention.prefill_plan import ROW, ROWS, PrefillPlan, plan_prefill

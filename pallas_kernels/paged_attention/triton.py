@@ -4,42 +4,18 @@ The decode kernel serves calls that promise one query a sequence (`max_query_len
 sequences that have one, and the prefill kernel those that have more, which would do the former's work with most of its
 rows idle and by one program a sequence. Which are which only the device knows, so both run.
 
-The kernels are imported on first use, since only a GPU needs them. They go through JAX's Triton backend for Pallas,
-which JAX has deprecated and still ships; tests that turn warnings into errors have to let its DeprecationWarning pass.
+The kernels are imported on first use, since only a GPU needs them.
 """
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.devices import compute_capability, num_multiprocessors, triton_refusal
 from pallas_kernels.paged_attention.spec import AttentionSpec
 
 MAX_HEAD_DIM = 256
-_OLDEST, _OLDEST_WITH_FP8 = 80, 89  # compute capability times 10
-
-
-def compute_capability() -> int | str:
-    """Ten times that of the NVIDIA GPU which this trace is for, such as 90; the device's name where it is none."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    device = abstract or jax.config.jax_default_device or jax.devices()[0]
-    if isinstance(device, str) or device.platform not in ("gpu", "cuda"):
-        return str(device)
-    from jax.experimental.pallas import triton as pltriton
-
-    try:
-        capability = pltriton.get_gpu_info().compute_capability
-    except ValueError:  # an abstract device of a kind that JAX does not know
-        capability = 0
-    return capability or device.device_kind
-
-
-def num_multiprocessors() -> int:
-    """Of the device that this trace is for; of an A100 where that is unknown."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    device = abstract or jax.config.jax_default_device or jax.devices()[0]
-    return getattr(device, "num_cores", None) or getattr(device, "core_count", None) or 108
 
 
 def refusal(
@@ -56,16 +32,10 @@ def refusal(
     v_scale: Array | None = None,
 ) -> str | None:
     """Why this implementation can't serve a call, or None. Takes the arguments of `triton_attention`."""
-    capability = compute_capability()
-    if isinstance(capability, str):
-        return f"needs an NVIDIA GPU of sm_80 or newer, not {capability}"
-    if capability < _OLDEST:
-        return f"needs an NVIDIA GPU of sm_80 or newer, not sm_{capability}"
+    if (reason := triton_refusal(k_pool)) is not None:
+        return reason
     if q.shape[2] > MAX_HEAD_DIM:
         return f"head_dim must be at most {MAX_HEAD_DIM}, not {q.shape[2]}"
-    # Pallas computes offsets in 64 bits only for arrays of more than 2^32 bytes.
-    if 2**31 < k_pool.size <= 2**32 and k_pool.dtype == jnp.float8_e4m3fn:
-        return f"FP8 pools must have at most 2^31 or more than 2^32 elements, not {k_pool.size}"
     return None
 
 
@@ -93,16 +63,15 @@ def triton_attention(
     from pallas_kernels.paged_attention.triton_decode import triton_decode
     from pallas_kernels.paged_attention.triton_prefill import triton_prefill
 
-    capability = compute_capability()
-    native_fp8 = isinstance(capability, str) or capability >= _OLDEST_WITH_FP8
-    device = Device(num_multiprocessors(), native_fp8, interpret)
+    device = Device(num_multiprocessors(), compute_capability() or 90, interpret)  # of no GPU: tests interpret
+    # Ids outside the pool read some block of it instead of faulting.
+    block_tables = jnp.clip(block_tables, 0, k_pool.shape[0] - 1)
     arrays, extras = (q, k_pool, v_pool, block_tables), (sinks, k_scale, v_scale)
     if spec.max_query_len == 1:
         return triton_decode(*arrays, kv_lens, query_starts, *extras, spec=spec, device=device)
     decoded = None
     if kv_lens.shape[0] > 1:  # a sequence alone, of which nothing was promised, is hardly a decode
-        # The decode kernel takes the others for sequences without keys, which cost next to nothing; what it leaves in
-        # the first of their rows, the prefill kernel overwrites.
-        decode_lens = jnp.where(query_starts[1:] - query_starts[:-1] == 1, kv_lens, 0)
-        decoded = triton_decode(*arrays, decode_lens, query_starts, *extras, spec=spec, device=device)
+        # Which sequences have one query only the device knows: its plan leaves out the others, whose rows the prefill
+        # kernel writes.
+        decoded = triton_decode(*arrays, kv_lens, query_starts, *extras, spec=spec, device=device)
     return triton_prefill(*arrays, kv_lens, query_starts, *extras, decoded, spec=spec, device=device)

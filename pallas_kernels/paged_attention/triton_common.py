@@ -16,6 +16,7 @@ from pallas_kernels.paged_attention.spec import AttentionSpec
 
 LOG2_E = math.log2(math.e)
 LEAST = -1e30  # a maximum of nothing: finite, so that no -inf - -inf arises
+_SMALL = 1e-30  # what queries are divided by at least
 _FP8_SHIFT = 256  # between the exponents of e4m3 and float16
 
 
@@ -24,8 +25,17 @@ class Device:
     """What a kernel runs on."""
 
     multiprocessors: int
-    native_fp8: bool  # whether it converts e4m3
+    capability: int  # compute capability, times ten
     interpret: bool = False  # whether kernels are interpreted there, for tests
+
+    @property
+    def native_fp8(self) -> bool:
+        """Whether it converts e4m3."""
+        return self.capability >= 89
+
+    @property
+    def is_hopper(self) -> bool:
+        return self.capability == 90
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +46,7 @@ class Launch:
     warps: int
     stages: int  # of the software pipeline: one less are tiles on their way
     rows: int = 16  # of queries
-    programs: int = 3  # that a multiprocessor runs at a time, about
+    programs: int = 4  # that a multiprocessor runs at a time, about
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +75,18 @@ class Shapes:
     @property
     def operand(self) -> Any:
         """The dtype in which products are taken."""
+        if self.scales_queries:
+            return jnp.dtype(jnp.float16)
         return self.dtype if self.is_fp8 else jnp.promote_types(self.dtype, self.pool_dtype)
 
     @property
     def is_fp8(self) -> bool:
         return self.pool_dtype == jnp.float8_e4m3fn
+
+    @property
+    def scales_queries(self) -> bool:
+        """Whether queries become float16, to which FP8 converts in far fewer instructions than to bfloat16."""
+        return self.is_fp8 and self.dtype == jnp.bfloat16
 
     @property
     def fp8_factor(self) -> int:
@@ -115,13 +132,18 @@ class Softmax(NamedTuple):
 
 
 class KeysAndValues:
-    """One sequence's KV for one KV head, read a tile at a time; traced into a kernel's body."""
+    """One sequence's KV for one KV head, read a tile at a time for some queries; traced into a kernel's body."""
 
-    def __init__(self, shapes: Shapes, spec: AttentionSpec, tile: int, inputs: Inputs, seq: Any, head: Any):
+    def __init__(self, shapes: Shapes, spec: AttentionSpec, tile: int, inputs: Inputs, seq: Any, head: Any, q: Array):
         self.shapes, self.spec, self.tile = shapes, spec, tile
         self.inputs, self.seq, self.head = inputs, seq, head
         factor = spec.scale * shapes.fp8_factor
         self.factor = factor if inputs.k_scale is None else inputs.k_scale[head].astype(jnp.float32) * factor
+        if shapes.scales_queries:
+            q = q.astype(jnp.float32)  # divided by its largest element, so that none leaves float16's range
+            largest = jnp.maximum(jnp.abs(q).max(axis=1, keepdims=True), _SMALL)
+            q, self.factor = q / largest, largest * self.factor
+        self.q = q.astype(shapes.operand)
 
     def positions(self, i: Any) -> Array:
         """Of tile `i`: int32 [tile]."""
@@ -133,8 +155,20 @@ class KeysAndValues:
         block = lax.div(position, jnp.full_like(position, self.shapes.block_size))
         return load(self.inputs.tables, (self.seq, block), position < end)
 
-    def load(self, pool: Any, i: Any, blocks: Array, seen: Array | None) -> Array:
-        """The rows of tile `i` that are `seen` (bool [tile]; None: all), others zero: [tile, columns]."""
+    def keys(self, i: Any, blocks: Array, seen: Array | None) -> Array:
+        """Of tile `i`, where `seen` (bool [tile]; None: everywhere), others finite: [tile, columns]."""
+        return self._load(self.inputs.k_pool, i, blocks, seen)
+
+    def values(self, i: Any, blocks: Array, seen: Array | None) -> Array:
+        """As `keys`."""
+        v = self._load(self.inputs.v_pool, i, blocks, seen)
+        if not self.shapes.is_fp8:
+            return v
+        # Times one, which only we know: else Triton would first arrange the values for the product, byte by byte, and
+        # then convert them.
+        return v * (self.positions(i) >= 0).astype(v.dtype)[:, None]
+
+    def _load(self, pool: Any, i: Any, blocks: Array, seen: Array | None) -> Array:
         position = self.positions(i)
         offset = lax.rem(position, jnp.full_like(position, self.shapes.block_size))
         column = jnp.arange(self.shapes.columns, dtype=jnp.int32)
@@ -143,15 +177,14 @@ class KeysAndValues:
         if self.shapes.columns != self.shapes.head_dim:
             inside = jnp.broadcast_to((column < self.shapes.head_dim)[None], (self.tile, self.shapes.columns))
             mask = inside if mask is None else mask & inside
-        if not self.shapes.is_fp8:
+        if not self.shapes.is_fp8 or self.shapes.native_fp8:
             return load(pool, index, mask).astype(self.shapes.operand)
-        # Not with a zero for what is masked: the older GPUs can't make one of that dtype.
-        x = _from_fp8(pltriton.load(pool.at[index], mask=mask), self.shapes)
-        return x if mask is None else jnp.where(mask, x, jnp.zeros_like(x))
+        # An older GPU: no zero of that dtype, so something for what is masked; finite, as all that comes of it.
+        return _from_fp8_bits(pltriton.load(pool.at[index], mask=mask)).astype(self.shapes.operand)
 
-    def attend(self, state: Softmax, q: Array, k: Array, v: Array, seen: Array | None) -> Softmax:
+    def attend(self, state: Softmax, k: Array, v: Array, seen: Array | None) -> Softmax:
         """`state` after a tile's keys and values of which each query sees `seen` (bool [rows, tile]; None: all)."""
-        scores = self._log2(dot(q, k, transposed=True))
+        scores = self._log2(dot(self.q, k, transposed=True))
         if seen is not None:
             scores = jnp.where(seen, scores, -jnp.inf)
         maximum = jnp.maximum(state.maximum, scores.max(axis=1))
@@ -192,15 +225,12 @@ def dot(a: Array, b: Array, transposed: bool = False) -> Array:
     return lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _from_fp8(x: Array, shapes: Shapes) -> Array:
-    """e4m3 in the dtype of products, all of whose values these have; too small by `fp8_factor`."""
-    if shapes.native_fp8:
-        return x.astype(shapes.operand)
-    # A GPU that can't convert: e4m3's bits are those of a float16 with another bias, subnormals included. Its NaN
-    # becomes 480.
+def _from_fp8_bits(x: Array) -> Array:
+    """e4m3 as float16, too small by `_FP8_SHIFT`, on a GPU that can't convert; NaN as 480."""
+    # Its bits are those of a float16 with another bias, subnormals included.
     bits = lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.uint16)
     bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-    return lax.bitcast_convert_type(bits, jnp.float16).astype(shapes.operand)
+    return lax.bitcast_convert_type(bits, jnp.float16)
 
 
 def load(ref: Any, index: tuple[Any, ...], mask: Array | None) -> Array:

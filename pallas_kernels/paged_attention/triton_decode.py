@@ -35,9 +35,10 @@ from pallas_kernels.paged_attention.triton_common import (
 _TILE_BYTES = 16 * 1024  # of keys, and as many of values: small enough for the shared memory of every GPU
 _MAX_TILE = 64
 _MAX_ROWS = 64
-_STAGES = 3
+_STAGES = 2  # with four programs a multiprocessor as fast on an H200 as any other choice
 _MERGE_PARTS = 16  # that a program of the merge reads at once
-_MERGE_HEADS = 4
+_MERGE_HEADS = 4  # of a program, where one each would be more programs than these
+_MERGE_PROGRAMS = 4096
 
 
 def default_launch(shapes: Shapes) -> Launch:
@@ -151,8 +152,8 @@ def _attend(
     fields = [refs.work[row, i] for i in (plan.SEQ, plan.QUERY, plan.KV_LEN, plan.FIRST_TILE, plan.END_TILE)]
     seq, query, kv_len, first_tile, end_tile = fields
     heads = _Heads(shapes, launch, kv_head, chunk)
-    q = load(refs.q, (query, *heads.matrix), heads.matrix_valid).astype(shapes.operand)
-    kv = KeysAndValues(shapes, spec, launch.tile, refs, seq, kv_head)
+    q = load(refs.q, (query, *heads.matrix), heads.matrix_valid)
+    kv = KeysAndValues(shapes, spec, launch.tile, refs, seq, kv_head, q)
 
     def step(i: Any, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
         state, blocks = carry
@@ -160,10 +161,10 @@ def _attend(
         seen = position < kv_len
         if spec.sliding_window is not None:
             seen &= position >= kv_len - spec.sliding_window
-        k = kv.load(refs.k_pool, i, blocks, seen)
-        v = kv.load(refs.v_pool, i, blocks, seen)
+        k = kv.keys(i, blocks, seen)
+        v = kv.values(i, blocks, seen)
         blocks = kv.block_ids(i + 1, kv_len)  # a tile ahead, so that no load of keys waits for one of ids
-        return kv.attend(state, q, k, v, jnp.broadcast_to(seen[None], (launch.rows, launch.tile))), blocks
+        return kv.attend(state, k, v, jnp.broadcast_to(seen[None], (launch.rows, launch.tile))), blocks
 
     start = Softmax.fresh(launch.rows, shapes.columns), kv.block_ids(first_tile, kv_len)
     state, _ = lax.fori_loop(first_tile, end_tile, step, start)
@@ -203,7 +204,8 @@ def _merge(outs: Outputs, inputs: Inputs, shapes: Shapes, device: Device) -> tup
     """Output and log-sum-exp with those of sequences of several pieces in their places."""
     out, lse, part_out, part_lse = outs
     pieces = part_out.shape[0]
-    per_program = next(n for n in range(_MERGE_HEADS, 0, -1) if shapes.group % n == 0)
+    most_heads = _MERGE_HEADS if shapes.q_heads * pieces > _MERGE_PROGRAMS else 1
+    per_program = next(n for n in range(most_heads, 0, -1) if shapes.group % n == 0)
 
     def paged_decode_merge(refs: Any, *places: Any) -> None:
         row, first_head = pl.program_id(1), pl.program_id(0) * per_program

@@ -34,14 +34,15 @@ _MAX_PACK = 16
 _BUNDLE_TOKENS = 512  # of a sequence, scheduled together
 
 
-def default_launch(shapes: Shapes) -> Launch:
+def default_launch(shapes: Shapes, device: Device) -> Launch:
     """By the bytes of a row: what fits the shared memory (99 KiB on sm_86) and registers of every GPU."""
     row = shapes.columns * max(shapes.dtype.itemsize, shapes.operand.itemsize)
     if shapes.operand == jnp.float32:
         return Launch(tile=max(16, min(32, 16 * 1024 // row)), warps=8, stages=2, rows=32)
-    if row <= 256:
-        tile = 64 if shapes.fp8_factor == 1 else 32  # converting FP8 by its bits takes registers
-        return Launch(tile=tile, warps=8, stages=3, rows=128)
+    if row <= 256 and device.is_hopper:
+        return Launch(tile=32, warps=4, stages=3, rows=64)  # the best of several on an H200
+    if row <= 256:  # as many rows as columns at least, so that Triton gives each row of a product to one warp
+        return Launch(tile=64, warps=8, stages=3, rows=128)
     return Launch(tile=32, warps=8, stages=2, rows=64)
 
 
@@ -68,7 +69,7 @@ def triton_prefill(
     computed, and written to the same buffers.
     """
     shapes = Shapes.of(q, k_pool, device.native_fp8)
-    launch = launch or default_launch(shapes)
+    launch = launch or default_launch(shapes, device)
     pack = min(shapes.group & -shapes.group, _MAX_PACK)  # query heads a tile
     tokens = launch.rows // pack
     bundle = max(1, _BUNDLE_TOKENS // tokens)
@@ -137,8 +138,8 @@ class _Tile:
 
 def _attend(refs: Inputs, out: Any, lse: Any, shapes: Shapes, spec: AttentionSpec, launch: Launch, tile: _Tile) -> None:
     index, mask = tile.matrix(tile.row, tile.row + tile.rows)
-    q = load(refs.q, index, mask).astype(shapes.operand)
-    kv = KeysAndValues(shapes, spec, launch.tile, refs, tile.seq, tile.kv_head)
+    q = load(refs.q, index, mask)
+    kv = KeysAndValues(shapes, spec, launch.tile, refs, tile.seq, tile.kv_head, q)
     # Every row sees the positions before `common`, none those from `end` on or before `begin`.
     end, common, begin = tile.kv_len, tile.kv_len, 0
     if spec.causal:
@@ -158,9 +159,9 @@ def _attend(refs: Inputs, out: Any, lse: Any, shapes: Shapes, spec: AttentionSpe
                 every &= distance >= 0
                 if spec.sliding_window is not None:
                     every &= distance < spec.sliding_window
-        k = kv.load(refs.k_pool, i, blocks, some)
-        v = kv.load(refs.v_pool, i, blocks, some)
-        return kv.attend(state, q, k, v, every), kv.block_ids(i + 1, end)
+        k = kv.keys(i, blocks, some)
+        v = kv.values(i, blocks, some)
+        return kv.attend(state, k, v, every), kv.block_ids(i + 1, end)
 
     first, last = lax.div(begin, launch.tile), lax.div(end + (launch.tile - 1), launch.tile)
     carry = Softmax.fresh(launch.rows, shapes.columns), kv.block_ids(first, end)

@@ -8,11 +8,9 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from pallas_kernels import copy_blocks
 from pallas_kernels.block_copy.triton import copy_blocks_triton
 
-DEPRECATED = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 on_a_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
-    pytest.mark.filterwarnings(DEPRECATED),
 ]
 
 
@@ -104,7 +102,6 @@ def test_donated_pools_are_copied_in_place(copy):
 
 @pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-40GB", "NVIDIA H200"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
-@pytest.mark.filterwarnings(DEPRECATED)
 def test_lowers_without_a_gpu(dtype, kind):
     device = AbstractDevice(device_kind=kind, platform="gpu", num_cores=100)
     pool = jax.ShapeDtypeStruct((999, 16, 5, 80), dtype)

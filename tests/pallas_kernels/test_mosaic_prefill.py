@@ -51,6 +51,7 @@ VARIANTS = {
     "fewer tokens than a tile": {"tokens": 3, "block_size": 32},
     "not causal": {"causal": False, "sinks": True, "return_lse": True},
     **{f"head_dim {dim}": {"head_dim": dim, "return_lse": True} for dim in (80, 96, 112)},
+    "head_dim 80, multi-head": {"head_dim": 80, "heads": (3, 3)},
     "head_dim 112, all features": {
         "head_dim": 112,
         "sinks": True,
@@ -183,6 +184,11 @@ RUNS = {
         "block_size": 128,
     },
     "head_dim 112, window": {"head_dim": 112, "sliding_window": 50},
+    "head_dim 112, multi-head, three rows over": {
+        "head_dim": 112,
+        "heads": (3, 3),
+        "batch": ([300, 67, 200], [3, 67, 131]),
+    },
     "multi-head": {"heads": (3, 3)},
     "multi-query": {"heads": (16, 1)},
     "six heads to two": {"heads": (6, 2)},

@@ -5,13 +5,12 @@ import pytest
 from paged import dense_attention, make_case
 
 from pallas_kernels import paged_attention
+from pallas_kernels.devices import compute_capability
 from pallas_kernels.paged_attention.api import IMPLEMENTATIONS
-from pallas_kernels.paged_attention.triton import compute_capability
 
 needs_triton = [
     pytest.mark.gpu,
-    pytest.mark.skipif(isinstance(compute_capability(), str), reason="Triton kernels need an NVIDIA GPU"),
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+    pytest.mark.skipif(compute_capability() is None, reason="Triton kernels need an NVIDIA GPU"),
 ]
 # The Hopper kernels have suites of their own, for dtypes and sizes that they serve, on a GPU.
 pytestmark = pytest.mark.parametrize(

@@ -80,7 +80,11 @@ def test_a_window_leaves_out_the_tiles_before_it():
     assert table[:, plan.END_TILE].max() == 16
 
 
-def test_sequences_without_queries_have_no_piece():
-    table = make_plan([100, 200, 300], [1, 0, 1])
-    assert 1 not in table[table[:, plan.PIECES] > 0, plan.SEQ]
-    assert set(table[table[:, plan.SEQ] == 2, plan.QUERY]) == {1}
+def test_only_sequences_with_one_query_have_pieces():
+    table = make_plan([100, 200, 5000, 300], [1, 0, 70, 1])
+    work = table[table[:, plan.PIECES] > 0]
+    assert set(zip(work[:, plan.SEQ], work[:, plan.QUERY], strict=True)) == {(0, 0), (3, 71)}
+
+
+def test_a_batch_of_chunks_has_no_piece():
+    assert not make_plan([100, 5000], [100, 2])[:, plan.PIECES].any()

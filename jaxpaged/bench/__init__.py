@@ -1,0 +1,1 @@
+"""`jaxpaged bench`: throughput, latency and sustained rate of a model, with real or random weights."""

@@ -1,0 +1,44 @@
+"""Random parameters in the shapes of a model, made on the device: to measure without a checkpoint."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
+
+from jaxpaged.models.loading import WeightMap
+
+_EMBEDDING_SCALE = 0.02
+
+
+def random_params(weights: WeightMap, dtype: jnp.dtype, seed: int = 0) -> dict[str, Any]:
+    """Makes every parameter on the default device, in its final dtype and layout; nothing passes through the host.
+
+    Matrices are normal with variance 1 / inputs and embeddings with standard deviation 0.02, so that activations keep
+    their size from layer to layer; scales are 1.
+
+    Args:
+      weights: the family's map for the model's shape.
+      dtype: of all parameters.
+      seed: same seed, same parameters.
+    """
+    key = jax.random.key(seed)
+    flat = {}
+    for i, (path, sources) in enumerate(weights.items()):
+        shape = sources[0].shape
+        if path.endswith("/kernel"):  # stored [out, in] and joined along out, see `loading`
+            shape = (shape[1], sum(s.shape[0] for s in sources))
+        if len(shape) == 1:
+            flat[path] = jnp.ones(shape, dtype)
+        else:
+            scale = shape[0] ** -0.5 if path.endswith("/kernel") else _EMBEDDING_SCALE
+            flat[path] = _normal(jax.random.fold_in(key, i), scale, shape=shape, dtype=dtype)
+    return {"params": unflatten_dict(flat, sep="/")}
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))  # one executable a shape
+def _normal(key: jax.Array, scale: float, *, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)

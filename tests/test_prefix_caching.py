@@ -1,0 +1,208 @@
+"""Prefix caching through the scheduler: what a row reads is always what its own tokens would have written.
+
+`Device` is a pretend one that runs the plans in the order in which they were dispatched. A slot holds all tokens up to
+its own, as real KV depends on them, so that a block that is shared wrongly, published too early or evicted while it is
+in use shows as other contents.
+"""
+
+import pytest
+from host import is_done, make_sequence, next_token
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpaged.config import SchedulerConfig
+from jaxpaged.request import Sequence
+from jaxpaged.scheduler import Scheduler, StepPlan
+
+
+class Device:
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.slots: dict[int, tuple[int, ...]] = {}
+        self.in_flight: StepPlan | None = None
+
+    def step(self, *, ahead: bool) -> StepPlan | None:
+        """Plans and dispatches a step, then takes in the one before, or with `ahead=False` that very one."""
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        if plan is not None:
+            self._run(plan)
+        read, self.in_flight = (self.in_flight, plan) if ahead else (plan, None)
+        for row in read.rows if read else ():
+            if row.samples and not row.sequence.is_finished:
+                self.scheduler.append(row.sequence, next_token(row.sequence, row.start + row.count))
+                if is_done(row.sequence):
+                    self.scheduler.finish(row.sequence)
+        self.scheduler.check_integrity()
+        return plan
+
+    def run(self, *, ahead: bool = False) -> None:
+        for _ in range(3000):
+            if not self.scheduler.has_unfinished:
+                assert self.scheduler.blocks.num_used == 0
+                return
+            self.step(ahead=ahead)
+        raise AssertionError("no progress")
+
+    def _run(self, plan: StepPlan) -> None:
+        """All writes of a step come before any reading, as in a layer."""
+        tokens = [self._tokens(row.sequence, row.start + row.count) for row in plan.rows]
+        for row, known in zip(plan.rows, tokens, strict=True):
+            for position in range(row.start, row.start + row.count):
+                self.slots[self._slot(row.sequence, position)] = known[: position + 1]
+        for row, known in zip(plan.rows, tokens, strict=True):
+            for position in range(row.start + row.count):
+                assert self.slots.get(self._slot(row.sequence, position)) == known[: position + 1]
+
+    def _tokens(self, sequence: Sequence, count: int) -> tuple[int, ...]:
+        known = sequence.token_ids[:count].tolist()
+        return (*known, *(next_token(sequence, position) for position in range(len(known), count)))
+
+    def _slot(self, sequence: Sequence, position: int) -> int:
+        size = self.scheduler.config.block_size
+        return sequence.block_table[position // size] * size + position % size
+
+
+def make_device(num_blocks=64, block_size=16, max_num_seqs=32, budget=64, **options) -> Device:
+    options = {"max_model_len": 256, "growth_reserve": 0, **options}
+    config = SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        **options,
+    )
+    return Device(Scheduler(config))
+
+
+PROMPT = [(17 * i) % 1000 for i in range(100)]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("length", "cached"), [(15, 0), (16, 0), (17, 16), (32, 16), (33, 32)])
+def test_a_second_request_computes_what_is_left(length, cached, ahead):
+    device = make_device()
+    for _ in range(2):
+        sequence = make_sequence(PROMPT[:length], 4)
+        device.scheduler.add(sequence)
+        device.run(ahead=ahead)
+    assert sequence.num_cached == cached
+    assert (device.scheduler.num_prompt_tokens, device.scheduler.num_cached_tokens) == (2 * length, cached)
+
+
+def test_identical_prompts_in_one_step_share_from_the_first_on():
+    device = make_device(budget=200)
+    sequences = [make_sequence(PROMPT[:50], 4) for _ in range(32)]
+    for sequence in sequences:
+        device.scheduler.add(sequence)
+    plan = device.step(ahead=False)
+    assert [row.count for row in plan.rows] == [50] + [2] * 31
+    assert device.scheduler.blocks.num_used == 3 + 32
+    assert plan.num_tokens_held == 48 + 2 * 32
+    device.run()
+
+
+def test_a_prompt_in_chunks_is_shared_chunk_by_chunk_and_survives_an_abort():
+    device = make_device(budget=40)
+    first, second = make_sequence(PROMPT, 4), make_sequence(PROMPT, 4)
+    device.scheduler.add(first)
+    device.step(ahead=True)
+    device.scheduler.finish(first)  # aborted after 40 of its 100 tokens were dispatched
+    device.scheduler.add(second)
+    device.step(ahead=True)
+    assert second.num_cached == 32
+    device.run(ahead=True)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_next_turn_of_a_conversation_finds_the_answer_too(ahead):
+    device = make_device()
+    first = make_sequence(PROMPT[:20], 40)
+    device.scheduler.add(first)
+    device.run(ahead=ahead)
+    turn = make_sequence([*first.token_ids, *PROMPT[:9]], 4)
+    device.scheduler.add(turn)
+    device.run(ahead=ahead)
+    assert turn.num_cached == 48  # 59 tokens were computed, of which three blocks are full
+
+
+def test_a_preempted_sequence_finds_its_own_blocks_again():
+    device = make_device(num_blocks=12, max_num_seqs=2)
+    old, new = make_sequence(90, 60), make_sequence(60, 60)
+    device.scheduler.add(old)
+    device.scheduler.add(new)
+    while not new.num_preemptions:
+        assert device.step(ahead=False) is not None
+    device.scheduler.finish(old)
+    full = (new.num_tokens - 1) // 16 * 16
+    plan = device.step(ahead=False)
+    assert [(row.sequence, row.start) for row in plan.rows] == [(new, full)]
+    assert new.num_cached == 0, "counts what others had computed"
+    device.run()
+
+
+def test_reset_makes_every_prompt_new_and_keeps_what_runs():
+    device = make_device()
+    running = make_sequence(PROMPT, 30)
+    device.scheduler.add(running)
+    for _ in range(5):
+        device.step(ahead=True)
+    device.scheduler.blocks.forget_prefixes()
+    again = make_sequence(PROMPT, 4)
+    device.scheduler.add(again)
+    device.run(ahead=True)
+    assert again.num_cached == 0
+
+
+def test_without_prefix_caching_nothing_is_shared():
+    device = make_device(enable_prefix_caching=False)
+    for _ in range(2):
+        sequence = make_sequence(PROMPT, 4)
+        device.scheduler.add(sequence)
+        device.run()
+    assert sequence.num_cached == 0
+
+
+# Prompts that begin alike: a few beginnings, each cut somewhere, and a few endings.
+prompts = st.builds(
+    lambda which, cut, ending: [1000 + which] * cut + [2000 + ending] * ending,
+    st.integers(0, 1),
+    st.integers(0, 30),
+    st.integers(1, 6),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_every_row_reads_what_its_own_tokens_would_have_written(data):
+    ahead = data.draw(st.booleans())
+    policy = data.draw(st.sampled_from(["none", "none", "oracle"]))
+    device = make_device(
+        num_blocks=data.draw(st.integers(6, 12)),
+        block_size=8,
+        max_num_seqs=4,
+        budget=data.draw(st.integers(4, 40)),
+        max_model_len=48,
+        kv_reservation=policy,
+        static_batches=data.draw(st.booleans()),
+    )
+    alive = []
+    operations = st.sampled_from(["add", "add", "step", "step", "step", "abort", "reset"])
+    for operation in data.draw(st.lists(operations, max_size=60)):
+        if operation == "add":
+            options = {"salt": data.draw(st.sampled_from(["", "", "s"]))}
+            if data.draw(st.integers(0, 5)) == 0:
+                options["prompt_logprobs"] = 0
+            if data.draw(st.integers(0, 5)) == 0:
+                options["presence_penalty"] = 0.5
+            sequence = make_sequence(data.draw(prompts), data.draw(st.integers(1, 10)), **options)
+            device.scheduler.add(sequence)
+            alive.append(sequence)
+        elif operation == "abort" and alive:
+            device.scheduler.finish(alive.pop(data.draw(st.integers(0, len(alive) - 1))))
+        elif operation == "reset":
+            device.scheduler.blocks.forget_prefixes()
+        else:
+            device.step(ahead=ahead)
+            alive = [s for s in alive if not s.is_finished]
+    device.run(ahead=ahead)
