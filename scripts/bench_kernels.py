@@ -12,8 +12,12 @@ What is counted. Decode: each token's K and V read once, 2 * tokens * kv_heads *
 of query and key that the causal mask lets through, 4 * q_heads * head_dim * pairs FLOPs. The ceilings: summing 4.3 GB,
 and the product of two 8192 x 8192 bfloat16 matrices of random numbers.
 
+Two rows are told in time alone: a step of the engine's usual kind, 255 decodes and a chunk of a prompt, and 64
+sequences that share a prefix (cascade attention).
+
 In-tree, in the last columns: decode by jax.experimental.pallas.ops.gpu.paged_attention (best of three `k_splits`),
-prefill by attention_mgpu of the same package (contiguous K and V, float16), RoPE and KV write by XLA.
+prefill by attention_mgpu of the same package (contiguous K and V, float16), RoPE and KV write by XLA; beside cascade
+attention stands paged_attention of this package, which reads the prefix once a sequence.
 """
 
 from __future__ import annotations
@@ -54,11 +58,13 @@ class Row:
     """Work of one kind: `lengths` are tokens of each sequence, in the cache or, for a write, new."""
 
     name: str
-    kind: str  # decode, prefill or write
+    kind: str  # decode, prefill, mixed, cascade or write
     lengths: tuple[int, ...]
     q_heads: int
     kv_heads: int
     implementations: tuple[str | None, ...]
+    shared: int = 0
+    """Tokens at the beginning of all sequences that lie in the same blocks."""
 
     @property
     def kv_bytes(self) -> int:
@@ -71,7 +77,7 @@ class Row:
         return 4 * self.q_heads * HEAD_DIM * sum(n * (n + 1) // 2 for n in self.lengths)
 
     def reached(self, seconds: float) -> float | None:
-        """TB/s of a decode, TFLOP/s of a prefill; a write is told in time alone."""
+        """TB/s of a decode, TFLOP/s of a prefill; others are told in time alone."""
         amount = {"decode": self.kv_bytes, "prefill": self.flops}.get(self.kind)
         return None if amount is None else amount / seconds / 1e12
 
@@ -99,6 +105,8 @@ def all_rows() -> list[Row]:
         Row("prefill-1x8192", "prefill", (8192,), 32, 8, hopper),
         Row("prefill-8x2048", "prefill", (2048,) * 8, 32, 8, hopper),
         Row("prefill-32x512", "prefill", (512,) * 32, 32, 8, hopper),
+        Row("mixed-255-and-1024", "mixed", (400,) * 255 + (1024,), 32, 8, hopper),
+        Row("cascade-64x4096-and-128", "cascade", (4096 + 128,) * 64, 32, 8, hopper, shared=4096),
         Row("rope-write-256", "write", (256,), 32, 8, (None,)),
     ]
 
@@ -282,6 +290,56 @@ def measure_prefill(row: Row, implementation: str | None) -> Timing:
     return measure(run, q, pools, jnp.asarray(tables), lens, starts, profile=True)
 
 
+def measure_mixed(row: Row, implementation: str | None) -> Timing:
+    """All of the last sequence is new, of each other one its last token."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import paged_attention
+
+    tables, blocks = make_tables(row.lengths)
+    pools = [random_array(i, blocks, BLOCK_SIZE, row.kv_heads, HEAD_DIM) for i in range(2 * num_pools(row))]
+    queries = [1] * (len(row.lengths) - 1) + [row.lengths[-1]]
+    lens, starts = jnp.array(row.lengths, jnp.int32), jnp.array([0, *np.cumsum(queries)], jnp.int32)
+    run = jax.jit(chained_prefill(functools.partial(paged_attention, implementation=implementation)))
+    return measure(
+        run,
+        random_array(99, sum(queries), row.q_heads, HEAD_DIM),
+        pools,
+        jnp.asarray(tables),
+        lens,
+        starts,
+        profile=True,
+    )
+
+
+def measure_cascade(row: Row, implementation: str | None, *, plain: bool = False) -> Timing:
+    """Decodes of sequences in one group, or `plain`: by `paged_attention`, as if they shared nothing."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import cascade_attention, paged_attention
+
+    tables, blocks = make_tables(row.lengths)
+    tables[:, : row.shared // BLOCK_SIZE] = tables[0, : row.shared // BLOCK_SIZE]
+    pools = [random_array(i, blocks, BLOCK_SIZE, row.kv_heads, HEAD_DIM) for i in range(2 * num_pools(row))]
+    seqs = len(row.lengths)
+    batch = [jnp.asarray(tables), jnp.array(row.lengths, jnp.int32), jnp.arange(seqs + 1, dtype=jnp.int32)]
+    if not plain:
+        batch += [jnp.array([0, seqs], jnp.int32), jnp.array([row.shared], jnp.int32)]
+    attend = functools.partial(
+        paged_attention if plain else cascade_attention, max_query_len=1, implementation=implementation
+    )
+
+    @jax.jit
+    def run(q: Any, pools: list[Any], *batch: Any) -> tuple[Any, None]:
+        for i in range(CALLS):
+            q = attend(q, pools[2 * i % len(pools)], pools[(2 * i + 1) % len(pools)], *batch)
+        return q, None
+
+    return measure(run, random_array(99, seqs, row.q_heads, HEAD_DIM), pools, *batch, profile=True)
+
+
 def measure_in_tree_prefill(row: Row) -> Timing:
     """JAX's attention for Hopper, contiguous K and V; its shared memory holds float16 whatever it is given."""
     import jax
@@ -321,10 +379,22 @@ def measure_write(row: Row, implementation: str | None) -> Timing:
     return measure(run, pools, qkvs, jnp.cos(angles), jnp.sin(angles), each, profile=True)
 
 
-OURS = {"decode": measure_decode, "prefill": measure_prefill, "write": measure_write}
+def nothing_in_tree(row: Row) -> Timing:
+    raise NotImplementedError("JAX has nothing like it")
+
+
+OURS = {
+    "decode": measure_decode,
+    "prefill": measure_prefill,
+    "mixed": measure_mixed,
+    "cascade": measure_cascade,
+    "write": measure_write,
+}
 IN_TREE = {
     "decode": measure_in_tree_decode,
     "prefill": measure_in_tree_prefill,
+    "mixed": nothing_in_tree,
+    "cascade": functools.partial(measure_cascade, implementation=None, plain=True),
     "write": functools.partial(measure_write, implementation="reference"),
 }
 

@@ -39,8 +39,8 @@ def run_script(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def small_row(bench, kind: str):
-    lengths = {"decode": (40, 3, 17), "prefill": (256, 256), "write": (6,)}[kind]
-    return bench.Row(f"small {kind}", kind, lengths, 4, 2, (None,))
+    small = {"decode": (40, 3, 17), "prefill": (256, 256), "mixed": (40, 3, 17), "cascade": (50, 50), "write": (6,)}
+    return bench.Row(f"small {kind}", kind, small[kind], 4, 2, (None,), shared=32 if kind == "cascade" else 0)
 
 
 # --- what is counted
@@ -56,6 +56,8 @@ def test_rows_are_of_the_sizes_that_their_names_say(bench):
         "prefill-1x8192": (8192, 1),
         "prefill-8x2048": (16384, 8),
         "prefill-32x512": (16384, 32),
+        "mixed-255-and-1024": (255 * 400 + 1024, 256),
+        "cascade-64x4096-and-128": (64 * (4096 + 128), 64),
         "rope-write-256": (256, 1),
     }
     heads = {name: (row.q_heads, row.kv_heads) for name, row in rows.items()}
@@ -110,7 +112,7 @@ def test_kernel_time_is_that_of_the_gpus_streams_without_copies(bench):
 # --- what runs
 
 
-@pytest.mark.parametrize("kind", ["decode", "prefill", "write"])
+@pytest.mark.parametrize("kind", ["decode", "prefill", "mixed", "cascade", "write"])
 def test_measuring_on_the_cpu(bench, kind, monkeypatch):
     """The same code as on a GPU, with the reference: it runs, and gives a time."""
     for name, value in {"CALLS": 2, "ROUND_SECONDS": 1e-4, "ROUNDS": 2, "POOL_BYTES": 1e5}.items():
@@ -123,7 +125,11 @@ def test_measuring_on_the_cpu(bench, kind, monkeypatch):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Pallas-Triton
 @pytest.mark.parametrize(
     ("kind", "implementation"),
-    [("decode", "mosaic"), ("decode", "triton"), ("prefill", "mosaic"), ("decode", "in-tree"), ("prefill", "in-tree")],
+    [
+        *[(kind, "mosaic") for kind in ("decode", "prefill", "mixed", "cascade")],
+        ("decode", "triton"),
+        *[(kind, "in-tree") for kind in ("decode", "prefill", "cascade")],
+    ],
 )
 def test_what_runs_on_a_gpu_only_lowers(bench, kind, implementation, monkeypatch):
     def lower(run, *args, profile):
