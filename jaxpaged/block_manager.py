@@ -25,6 +25,7 @@ class BlockManager:
         self.num_entries = 0
         """Entries of all block tables: more than the blocks in use where blocks are shared."""
         self._caches_prefixes = caches_prefixes
+        self._epoch = 0  # of the prefix cache; part of every key
         self._owners: set[Sequence] = set()
 
     @property
@@ -67,6 +68,9 @@ class BlockManager:
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """Published blocks that hold the beginning of a sequence without blocks; its last token is never among it."""
+        if sequence.cache_epoch != self._epoch:
+            sequence.cache_epoch = self._epoch
+            sequence.block_keys.clear()
         if not self._caches_prefixes or sequence.request.params.prompt_logprobs is not None:
             return []  # each prompt token's distribution is wanted, so each is computed
         found = []
@@ -97,7 +101,7 @@ class BlockManager:
         Their KV must be written by a step that has been planned: whoever finds them reads them in that step or a later
         one, and a step writes the KV of a layer before it reads any.
         """
-        if not self._caches_prefixes:
+        if not self._caches_prefixes or sequence.cache_epoch != self._epoch:
             return
         known = min(sequence.num_computed, len(sequence.token_ids))
         for index in range(sequence.num_published, known // self.block_size):
@@ -105,8 +109,10 @@ class BlockManager:
             sequence.num_published = index + 1
 
     def forget_prefixes(self) -> None:
-        """Unpublishes all blocks. Sequences keep theirs, and publish only what they fill from here on."""
+        """Unpublishes all blocks. Sequences that have blocks keep them, and publish nothing any more: what they compute
+        depends on what lies in those."""
         self.pool.unpublish_all()
+        self._epoch += 1
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the tables and the pool's reference counts agree."""
@@ -123,6 +129,10 @@ class BlockManager:
         keys, size = sequence.block_keys, self.block_size
         while len(keys) <= index:
             start = len(keys) * size
-            parent = keys[-1] if keys else hashlib.sha256(sequence.request.cache_salt.encode()).digest()
+            parent = keys[-1] if keys else self._root(sequence.request.cache_salt)
             keys.append(hashlib.sha256(parent + sequence.token_ids[start : start + size].tobytes()).digest())
         return keys[index]
+
+    def _root(self, salt: str) -> bytes:
+        # JSON can bring half of a surrogate pair, which is a character like any other here.
+        return hashlib.sha256(f"{self._epoch} {salt}".encode("utf-8", "surrogatepass")).digest()

@@ -12,6 +12,7 @@ import numbers
 import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as Ids
+from contextlib import contextmanager
 from itertools import count
 
 from jaxpaged import batch
@@ -39,7 +40,9 @@ class Engine:
         seed: int,
         max_logprobs: int,
     ) -> None:
-        """Args: `vocab_size` is that of the model's logits; `seed` serves requests that bring none.
+        """A runner serves one engine: another one's steps would write into blocks whose contents this one remembers.
+
+        Args: `vocab_size` is that of the model's logits; `seed` serves requests that bring none.
 
         Without a tokenizer, requests must give token ids and ask for no text.
         """
@@ -55,6 +58,7 @@ class Engine:
         self._in_flight: StepHandle | None = None
         self._stats = _PoolStats()
         self._turn = threading.RLock()
+        self._is_whole = True  # not in the midst of a change
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -94,6 +98,7 @@ class Engine:
         if not token_ids:
             raise ValueError(f"prompt={prompt!r} has no tokens; give at least one")
         with self._turn:
+            self._mend()
             if request_id in self._completions:
                 raise ValueError(f"request_id={request_id!r} is in use by a request that still runs; choose another")
             request = self._request(request_id, token_ids, params, cache_salt)
@@ -103,18 +108,21 @@ class Engine:
                 self.tokenizer if params.detokenize else None,
                 self._eos_token_ids,
             )
-            self.scheduler.add(completion.sequence)
-            self._num_requests += 1
-            self._completions[request_id] = completion
+            with self._whole_change():
+                self.scheduler.add(completion.sequence)
+                self._num_requests += 1
+                self._completions[request_id] = completion
         return completion
 
     def abort_request(self, request_id: str) -> None:
         """Ends a request now and frees its blocks; does nothing if it has ended."""
         with self._turn:
-            completion = self._completions.pop(request_id, None)
-            if completion is not None:
-                completion.finish("abort")
-                self.scheduler.finish(completion.sequence)
+            self._mend()
+            if request_id in self._completions:
+                with self._whole_change():
+                    completion = self._completions.pop(request_id)
+                    completion.finish("abort")
+                    self.scheduler.finish(completion.sequence)
 
     def step(self) -> list[Completion]:
         """Dispatches a step, reads the one before, and returns the completions that it advanced.
@@ -123,16 +131,22 @@ class Engine:
         serves new ones.
         """
         with self._turn:
+            self._mend()
+            self._is_whole = False
             try:
                 plan = self.scheduler.schedule()
                 previous, self._in_flight = self._in_flight, None
                 if plan is not None:
                     self._stats.add(plan, self.scheduler.config.block_size)
                     self._in_flight = self.runner.dispatch(plan)
-                return [] if previous is None else self._take_in(previous.plan, previous.read())
+                elif previous is None and self._completions:
+                    raise RuntimeError("no request can advance, though none is in flight: the engine's books are wrong")
+                advanced = [] if previous is None else self._take_in(previous.plan, previous.read())
             except BaseException:
                 self._start_over()
                 raise
+            self._is_whole = True
+        return advanced
 
     def cache_stats(self) -> CacheStats:
         """The KV pool now and over the engine's life."""
@@ -167,17 +181,38 @@ class Engine:
             num_preemptions=self.scheduler.num_preemptions,
         )
 
+    @contextmanager
+    def _whole_change(self) -> Iterator[None]:
+        """What is done within is done wholly, or refused with a ValueError that changed nothing, or all starts over."""
+        self._is_whole = False
+        try:
+            yield
+        except ValueError:
+            self._is_whole = True
+            raise
+        except BaseException:
+            self._start_over()
+            raise
+        self._is_whole = True
+
+    def _mend(self) -> None:
+        """Starts over if something was interrupted, and its starting over too: Ctrl-C may come at any time."""
+        if not self._is_whole:
+            self._start_over()
+
     def _start_over(self) -> None:
         """Drops all requests and books: a step that broke off may have left the books half written, or its tokens."""
+        self._is_whole = False
         old, self.scheduler = self.scheduler, Scheduler(self.scheduler.config)
         for counter in ("num_preemptions", "num_prompt_tokens", "num_cached_tokens"):
             setattr(self.scheduler, counter, getattr(old, counter))
         self._in_flight = None
         self.runner.recover()
-        dropped, self._completions = self._completions, {}
-        for completion in dropped.values():
+        for completion in self._completions.values():
             if completion.finish_reason is None:
                 completion.finish("abort")
+        self._completions = {}
+        self._is_whole = True
 
     def _take_in(self, plan: StepPlan, result: StepResult) -> list[Completion]:
         advanced = []

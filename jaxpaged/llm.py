@@ -120,16 +120,18 @@ class LLM:
                 raise ValueError(f"conversation {i}: {error}") from error
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, cache_salt=cache_salt)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str, None, None]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str | None = None
+    ) -> Generator[str, None, None]:
         """Continues one prompt and yields its text as it becomes final; closing the iterator ends the request.
 
-        The request begins, and its errors come, with the first piece.
+        The request begins, and its errors come, with the first piece. `cache_salt` is as for `generate`.
 
         Raises:
           ValueError: as for `generate`.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        completion = self._add(prompt, params, 0)
+        completion = self._add(prompt, params, 0, cache_salt)
         try:
             for _ in self._run([completion], use_tqdm=False):
                 if text := completion.take_text():

@@ -43,6 +43,7 @@ class Sequence:
     __slots__ = (
         "block_keys",
         "block_table",
+        "cache_epoch",
         "in_flight_row",
         "max_tokens",
         "needs_host_history",
@@ -78,6 +79,8 @@ class Sequence:
         self.block_table = array("i")
         self.block_keys: list[bytes] = []
         """Of its full blocks, as far as the block manager has hashed them."""
+        self.cache_epoch = 0
+        """That of the prefix cache when the sequence took its first block; see `BlockManager.forget_prefixes`."""
         self.num_published = 0
         """Blocks from the first on that are published, or were found to hold what others hold too."""
         self.num_cached = 0

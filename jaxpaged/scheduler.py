@@ -224,7 +224,7 @@ class Scheduler:
         source = sequence.in_flight_row if sequence.num_in_flight else -1
         sequence.num_computed = end
         self._num_held += end - start
-        if end - start > 1:  # a decode's block is published when its token was read
+        if end - start > 1 or end <= sequence.num_prompt_tokens:  # a decode's block is when its token was read
             self.blocks.publish(sequence)
         if samples:
             sequence.num_in_flight += 1
@@ -241,11 +241,14 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 continue
             taken = self._taken_at_once(sequence)
+            needed = blocks_for(max(sequence.num_tokens, taken), c.block_size)
+            reserve = c.growth_reserve * len(self._running)
+            own = needed - (sequence.num_tokens - 1) // c.block_size  # if all that can be shared is
+            if sequence.num_in_flight or own + reserve > self.blocks.num_free:
+                break
             cached = self.blocks.find_prefix(sequence)
             in_use = len(cached) - self.blocks.num_idle(cached)
-            needed = blocks_for(max(sequence.num_tokens, taken), c.block_size) - in_use
-            reserve = c.growth_reserve * len(self._running)
-            if sequence.num_in_flight or needed + reserve > self.blocks.num_free:
+            if needed - in_use + reserve > self.blocks.num_free:
                 break
             heapq.heappop(self._waiting)
             self._num_waiting -= 1

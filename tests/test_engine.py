@@ -1,6 +1,7 @@
 """The engine on a tiny model: a request's tokens do not depend on what runs beside it, and nothing leaks."""
 
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -342,3 +343,80 @@ def test_salts_keep_tenants_apart(llm):
     assert cached == [0, 32, 0, 32, 0, 0, 32]
     with pytest.raises(ValueError, match="cache_salt=5 must be a string, or None"):
         engine.add_request("x", [5], SamplingParams(), cache_salt=5)
+
+
+class Interrupts:
+    """Ctrl-C, as it were, at the n-th of the lines that the engine's own modules run."""
+
+    MODULES = ("/engine.py", "/scheduler.py", "/block_manager.py", "/completion.py")
+
+    def __init__(self, *lines: int) -> None:
+        self._left = list(lines)
+        self._seen = 0
+        self.num_came = 0
+
+    def __enter__(self):
+        monitoring = sys.monitoring
+        monitoring.use_tool_id(monitoring.DEBUGGER_ID, "interrupts")
+        monitoring.register_callback(monitoring.DEBUGGER_ID, monitoring.events.LINE, self._line)
+        monitoring.set_events(monitoring.DEBUGGER_ID, monitoring.events.LINE)
+        return self
+
+    def __exit__(self, kind, *_):
+        sys.monitoring.set_events(sys.monitoring.DEBUGGER_ID, 0)
+        sys.monitoring.free_tool_id(sys.monitoring.DEBUGGER_ID)
+        return kind is KeyboardInterrupt
+
+    def _line(self, code, _):
+        if code.co_filename.endswith(self.MODULES):
+            self._seen += 1
+            if self._left and self._seen >= self._left[0]:
+                del self._left[0]
+                self.num_came += 1
+                raise KeyboardInterrupt
+
+
+OPERATIONS = {
+    "add": lambda engine: engine.add_request("new", tiny.prompt(30, 9), LONG),
+    "abort": lambda engine: engine.abort_request("0"),
+    "step": lambda engine: engine.step(),
+}
+
+
+@pytest.mark.parametrize("again", [None, 3, 10])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_interrupt_at_any_line_leaves_an_engine_that_serves(llm, operation, again):
+    """The second one comes while the engine puts itself in order after the first."""
+    most = 0
+    for line in range(1, 200, 4 if again else 1):
+        engine = fresh_engine(llm)
+        for i in range(3):
+            engine.add_request(str(i), tiny.prompt(20, i), LONG)
+        engine.step()
+        engine.step()
+        with Interrupts(line, *([line + again] if again else [])) as interrupts:
+            OPERATIONS[operation](engine)
+        (output,) = serve_alone(engine, (PROMPT, GREEDY))
+        assert tokens_of(output) == TOKENS
+        most = max(most, interrupts.num_came)
+        if not interrupts.num_came:
+            break
+    assert line > 4
+    assert most == (2 if again else 1)
+
+
+def serve_alone(engine, *requests):
+    """As `serve`, after whatever is left of others has been aborted."""
+    for i in ("0", "1", "2", "new"):
+        engine.abort_request(i)
+    assert not engine.has_unfinished
+    engine.scheduler.check_integrity()
+    return serve(engine, *requests)
+
+
+def test_a_salt_may_be_any_string(llm):
+    engine = fresh_engine(llm)
+    for i, salt in enumerate(["\ud800", "\0", "é" * 1000]):
+        engine.add_request(str(i), tiny.prompt(30), SamplingParams(max_tokens=2), cache_salt=salt)
+    while engine.has_unfinished:
+        engine.step()

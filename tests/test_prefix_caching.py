@@ -148,10 +148,37 @@ def test_reset_makes_every_prompt_new_and_keeps_what_runs():
     for _ in range(5):
         device.step(ahead=True)
     device.scheduler.blocks.forget_prefixes()
-    again = make_sequence(PROMPT, 4)
-    device.scheduler.add(again)
+    waiting = make_sequence(PROMPT, 4)
+    device.scheduler.add(waiting)
     device.run(ahead=True)
-    assert again.num_cached == 0
+    assert waiting.num_cached == 0
+
+
+def test_after_a_reset_nothing_is_shared_that_depends_on_what_came_before():
+    device = make_device(budget=32)
+    old = make_sequence(PROMPT, 4)
+    device.scheduler.add(old)
+    device.step(ahead=False)  # 32 of its 100 tokens
+    device.scheduler.blocks.forget_prefixes()
+    device.run()
+    beginning, whole = make_sequence(PROMPT[:40], 4), make_sequence(PROMPT, 4)
+    device.scheduler.add(beginning)
+    device.run()
+    device.scheduler.add(whole)
+    device.run()
+    assert (beginning.num_cached, whole.num_cached) == (0, 32), "the old one's blocks must not continue the new chain"
+
+
+def test_a_prompt_in_chunks_of_one_token_is_shared_too():
+    device = make_device(budget=2, max_num_seqs=2)
+    device.scheduler.add(make_sequence(20, 60))
+    device.step(ahead=False)
+    for _ in range(2):
+        sequence = make_sequence(PROMPT[:17], 4)
+        device.scheduler.add(sequence)
+        while not sequence.is_finished:
+            device.step(ahead=False)
+    assert sequence.num_cached == 16
 
 
 def test_without_prefix_caching_nothing_is_shared():
