@@ -77,16 +77,17 @@ class LLM:
         """
         listed = _as_list(prompts)
         params = _per_prompt(sampling_params, len(listed))
+        ids = [next(self._request_ids) for _ in listed]
         completions: list[Completion] = []
         try:
-            for prompt, p in zip(listed, params, strict=True):
-                completions.append(self._add(prompt, p, len(completions), cache_salt))
+            for i, (prompt, p) in enumerate(zip(listed, params, strict=True)):
+                completions.append(self._add(ids[i], prompt, p, i, cache_salt))
             for _ in self._run(completions, use_tqdm):
                 pass
         finally:
             # Whatever interrupts the run (an error, Ctrl-C), no block stays taken.
-            for completion in completions:
-                self.engine.abort_request(completion.sequence.request.request_id)
+            for request_id in ids:
+                self.engine.abort_request(request_id)
         return [completion.output() for completion in completions]
 
     def chat(
@@ -131,15 +132,16 @@ class LLM:
           ValueError: as for `generate`.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        completion = self._add(prompt, params, 0, cache_salt)
+        request_id = next(self._request_ids)
         try:
+            completion = self._add(request_id, prompt, params, 0, cache_salt)
             for _ in self._run([completion], use_tqdm=False):
                 if text := completion.take_text():
                     yield text
             if text := completion.take_text():  # it ended while somebody else was stepping the engine
                 yield text
         finally:
-            self.engine.abort_request(completion.sequence.request.request_id)
+            self.engine.abort_request(request_id)
 
     def chat_prompt(
         self,
@@ -159,9 +161,11 @@ class LLM:
         """Forgets all cached prefixes, so that the next prompts are computed from their first token on."""
         self.engine.reset_prefix_cache()
 
-    def _add(self, prompt: Prompt, params: SamplingParams, index: int, cache_salt: str | None = None) -> Completion:
+    def _add(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, index: int, cache_salt: str | None
+    ) -> Completion:
         try:
-            return self.engine.add_request(next(self._request_ids), prompt, params, cache_salt)
+            return self.engine.add_request(request_id, prompt, params, cache_salt)
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from error
 
