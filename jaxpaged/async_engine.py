@@ -12,6 +12,7 @@ thread all that the engine owns and the rest of each stream. `_work` guards what
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -38,6 +39,8 @@ _LONG_TEXT = 4096
 """Characters from which on a prompt is tokenised in a thread, so that the event loop goes on meanwhile."""
 _LAST_STEP_SECONDS = 60.0
 """How long a step may still take when the engine is to stop, before it is given up."""
+_IDLE_SECONDS = 1.0
+"""How long the thread sleeps before it looks whether its event loop was closed, which nothing tells it."""
 
 
 class EngineDeadError(RuntimeError):
@@ -51,7 +54,8 @@ class EngineClosedError(RuntimeError):
 class AsyncEngine:
     """Serves the coroutines of one event loop from a thread of its own.
 
-    The engine belongs to it from `start` to the end of `shutdown`: nobody else may step it.
+    The engine belongs to it from `start` to the end of `shutdown`: nobody else may step it. Where the event loop is
+    closed without a `shutdown`, what still runs is aborted and the thread ends by itself within a second or a step.
 
     Example:
       >>> async with AsyncEngine(LLM(model="demo").engine) as engine:
@@ -63,7 +67,8 @@ class AsyncEngine:
         self.engine = engine
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._ended = asyncio.Event()
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._ended.set_running_or_notify_cancel()  # who gives up waiting for the end doesn't call it off
         self._work = threading.Condition()
         self._closed = False
         self._dead_error: BaseException | None = None
@@ -92,6 +97,8 @@ class AsyncEngine:
     async def shutdown(self, timeout: float | None = None) -> None:
         """Takes no more requests, lets those that run end, and stops the thread.
 
+        May be called in any event loop, also after that of `start` has ended.
+
         Args:
           timeout: seconds after which what still runs is aborted, its readers get what has come so far with
             `finish_reason` "abort"; 0 aborts at once, None waits as long as it takes.
@@ -104,17 +111,10 @@ class AsyncEngine:
             self._work.notify()
         if self._thread is None:
             return
-        try:
-            async with asyncio.timeout(timeout):
-                await self._ended.wait()
-        except TimeoutError:
+        if not await self._ends_within(timeout):
             self._abort_all()
-            try:
-                async with asyncio.timeout(_LAST_STEP_SECONDS):
-                    await self._ended.wait()
-            except TimeoutError:
-                message = f"the engine hangs: its last step has not returned for {self.stalled_for:.0f} s"
-                raise TimeoutError(message) from None
+            if not await self._ends_within(_LAST_STEP_SECONDS):
+                raise TimeoutError(f"the engine hangs: its last step has not returned for {self.stalled_for:.0f} s")
         self._thread.join()
 
     async def __aenter__(self) -> AsyncEngine:
@@ -262,6 +262,11 @@ class AsyncEngine:
                 self._leavers.append(stream)
                 self._work.notify()
 
+    async def _ends_within(self, seconds: float | None) -> bool:
+        """Waits for the end of the thread, as any event loop can; whether it has come."""
+        done, _ = await asyncio.wait([asyncio.wrap_future(self._ended)], timeout=seconds)
+        return bool(done)
+
     def _abort_all(self) -> None:
         with self._work:
             self._leavers.extend(self._streams.values())
@@ -290,7 +295,7 @@ class AsyncEngine:
             self._die(error)
         finally:
             self._idle = True
-            self._call_in_loop(self._ended.set)
+            self._ended.set_result(None)
 
     def _copy_of_streams(self) -> list[_Stream]:
         with self._work:
@@ -302,10 +307,19 @@ class AsyncEngine:
             if not self._streams and not self._closed:
                 self._idle = True
                 while not self._streams and not self._closed:
-                    self._work.wait()
+                    self._work.wait(_IDLE_SECONDS)
+                    self._end_with_loop()
                 self._last_step_at = time.monotonic()
                 self._idle = False
+            self._end_with_loop()
             return bool(self._streams)
+
+    def _end_with_loop(self) -> None:
+        """Aborts everything once the event loop was closed, since nobody is left to read."""
+        assert self._loop is not None, "start() comes first"
+        if self._loop.is_closed():
+            self._closed = True
+            self._leavers.extend(self._streams.values())
 
     def _let_out(self) -> list[_Stream]:
         """Ends the requests that were aborted or left; returns them."""
@@ -395,9 +409,9 @@ class AsyncEngine:
         assert self._loop is not None, "start() comes first"
         try:
             self._loop.call_soon_threadsafe(callback)
-        except RuntimeError:  # the loop was closed without shutdown(): nobody is left to read
-            self._closed = True
-            self._abort_all()
+        except RuntimeError:  # it was closed without shutdown()
+            with self._work:
+                self._end_with_loop()
 
 
 class _Stream:

@@ -729,6 +729,75 @@ def test_an_event_loop_that_is_closed_in_the_middle_ends_the_thread(llm):
     assert_left_empty(engine)
 
 
+@pytest.mark.parametrize("reading", [False, True])
+def test_a_closed_event_loop_ends_the_thread_whether_it_sleeps_or_has_nothing_to_tell_yet(llm, monkeypatch, reading):
+    monkeypatch.setattr(async_engine, "_IDLE_SECONDS", 0.01)
+    engine = AsyncEngine(fresh_engine(llm))
+    gate = Gate(engine)
+    kept = []
+
+    async def main():
+        engine.start()
+        if reading:  # whose reader would be told of the end alone
+            kept.append(engine.generate(SHORT, SAMPLED, only_final=True))
+            kept.append(asyncio.ensure_future(anext(kept[0])))
+            while not engine.num_requests:
+                await asyncio.sleep(0)
+        else:
+            gate.open()
+            await last_of(engine.generate(SHORT, GREEDY))
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(asyncio.wait_for(main(), 20))
+    loop.close()
+    gate.open()
+    engine._thread.join(timeout=10)
+    assert not engine.is_alive
+    assert engine.dead_error is None
+    assert gate.num_steps < 40 or not reading  # it did not run to its end first
+    assert_left_empty(engine)
+
+
+@pytest.mark.parametrize("timeout", [None, 0])
+@pytest.mark.parametrize("closed", [True, False])
+def test_shutdown_works_in_another_event_loop(llm, timeout, closed):
+    """One after the loop that was served has ended, or beside it."""
+    engine = AsyncEngine(fresh_engine(llm))
+
+    async def main():
+        engine.start()
+        assert tokens_of(await last_of(engine.generate(PROMPT, GREEDY))) == TOKENS
+        if not closed:
+            reading = asyncio.create_task(last_of(engine.generate(SHORT, SAMPLED)))
+            while not engine.num_requests:
+                await asyncio.sleep(0)
+            await asyncio.to_thread(run, engine.shutdown(timeout))
+            output = await reading
+            assert output.outputs[0].finish_reason == ("length" if timeout is None else "abort")
+
+    run(main())
+    run(engine.shutdown(timeout))
+    assert not engine.is_alive
+    assert engine.dead_error is None
+    assert_left_empty(engine)
+
+
+def test_who_gives_up_waiting_for_shutdown_may_wait_again(llm):
+    async def main():
+        async with serving(llm) as engine:
+            gate = Gate(engine)
+            task = asyncio.create_task(last_of(engine.generate(PROMPT, GREEDY)))
+            await gate.let(1)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    await engine.shutdown()
+            gate.open()
+            await engine.shutdown()
+            assert tokens_of(await task) == TOKENS
+
+    run(main())
+
+
 def test_an_engine_is_started_once_and_serves_one_event_loop(llm):
     engine = AsyncEngine(fresh_engine(llm))
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import LLM, SamplingParams
+from jaxpaged.models import random_params as random_params_module
 from jaxpaged.models.random_params import random_params
 from jaxpaged.models.registry import FAMILIES
 from jaxpaged.models.shapes import SHAPES, shape, with_random_weights
@@ -101,6 +102,29 @@ def test_the_same_seed_gives_the_same_parameters():
     )
     assert np.array_equal(one, two)
     assert not np.array_equal(one, other)
+
+
+def test_weights_that_do_not_fit_are_refused_with_the_numbers_before_any_is_made(monkeypatch):
+    made = []
+    monkeypatch.setattr(random_params_module, "_normal", lambda *args, **kwargs: made.append(args))
+    monkeypatch.setattr(random_params_module, "_free_memory", lambda: 100 * 2**30)
+    message = "weights take 131.4 GiB in bfloat16, more than the 100.0 GiB of memory that are free"
+    with pytest.raises(ValueError, match=message):
+        LLM("random:llama-3-70b", dtype="bfloat16", max_model_len=128)
+    assert not made
+    random_params(weights_of("llama-3-8b"), jnp.dtype("bfloat16"))  # 15.0 GiB
+    assert made
+
+
+@pytest.mark.parametrize("stats", [{"bytes_limit": 10 * 2**20, "bytes_in_use": 9 * 2**20}, None])
+def test_free_memory_is_what_the_device_tells_or_the_machines(monkeypatch, stats):
+    class Device:
+        def memory_stats(self):
+            return stats
+
+    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+    free = random_params_module._free_memory()
+    assert free == 2**20 if stats else 2**30 < free < 2**50
 
 
 def test_token_ids_are_served_without_a_tokenizer(random_llm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -43,6 +44,7 @@ from jaxpaged.cli_options import (
 from jaxpaged.models.shapes import with_random_weights
 
 if TYPE_CHECKING:
+    from jaxpaged.bench.hf import HFModel
     from jaxpaged.bench.throughput import Throughput
     from jaxpaged.bench.workload import Lengths
     from jaxpaged.llm import LLM
@@ -84,7 +86,7 @@ def throughput(
     from jaxpaged.bench.throughput import measure
 
     with one_line_errors():
-        report.check_writable(json)
+        report.check_writable("json", json)
         lengths = _lengths(trace, input_len, output_len, num_prompts)
         sizes = _batch_sizes(hf_batch_sizes)
         if engine is EngineName.hf and (kv_reservation is not Reservation.none or static_batches):
@@ -95,8 +97,10 @@ def throughput(
     title = f"{model}, {source}"
     if engine is EngineName.hf:
         with one_line_errors():
-            runs, startup, device = _hf_throughput(model, dtype.value, lengths, seed, temperature, hf_mode, sizes)
-        report.publish(title, device, runs, startup, json, about)
+            runs, startup, hf = _hf_throughput(model, dtype.value, lengths, seed, temperature, hf_mode, sizes)
+            asked = {"dtype": dtype.value, "hf_mode": hf_mode.value, "hf_batch_sizes": sizes}
+            about |= {"options": asked, "engine": {"dtype": hf.dtype_name}}
+            report.publish(title, hf.device_name, runs, startup, json, about)
         return
     options = {
         "dtype": dtype.value,
@@ -117,7 +121,8 @@ def throughput(
         requests = workload.random_requests(lengths, llm.engine.vocab_size, seed)
         warm_up = workload.random_requests(lengths[: config.max_num_seqs], llm.engine.vocab_size, seed + 1)
         measured = measure(llm, requests, warm_up, temperature=temperature, use_tqdm=sys.stderr.isatty())
-    report.publish(title, _device_name(), {"jaxpaged": measured}, startup, json, {**about, "options": options})
+        about |= {"options": options, "engine": _resolved(llm)}
+        report.publish(title, _device_name(), {"jaxpaged": measured}, startup, json, about)
 
 
 @app.command()
@@ -143,10 +148,13 @@ def latency(
 ) -> None:
     """Serve one batch again and again, and tell how long it, its first tokens and its other tokens take."""
     from jaxpaged.bench import report, workload
-    from jaxpaged.bench.latency import measure
+    from jaxpaged.bench.latency import check_batch_size, check_pool, measure
 
     with one_line_errors():
-        report.check_writable(json)
+        report.check_writable("json", json)
+        if engine is EngineName.jaxpaged:
+            max_num_seqs = batch_size if max_num_seqs is None else max_num_seqs
+            check_batch_size(batch_size, max_num_seqs)
     model = with_random_weights(model)
     lengths = workload.fixed_lengths(input_len, output_len, batch_size)
     about = {"benchmark": "latency", "model": model, "seed": seed, "temperature": temperature}
@@ -165,7 +173,8 @@ def latency(
             startup = {"load": time.perf_counter() - start}
             work = batches(hf.vocab_size, hf.longest, "max_position_embeddings")
             measured = transformers_engine.measure_latency(hf, work, temperature, sys.stderr.isatty())
-        report.publish(title, hf.device_name, {"hf generate": measured}, startup, json, about)
+            about |= {"options": {"dtype": dtype.value}, "engine": {"dtype": hf.dtype_name}}
+            report.publish(title, hf.device_name, {"hf generate": measured}, startup, json, about)
         return
     options = {
         "dtype": dtype.value,
@@ -179,9 +188,12 @@ def latency(
     }
     llm, startup = _load(verbose, model, options)
     with one_line_errors():
-        work = batches(llm.engine.vocab_size, llm.engine.scheduler.config.max_model_len, "max_model_len")
+        config = llm.engine.scheduler.config
+        work = batches(llm.engine.vocab_size, config.max_model_len, "max_model_len")
+        check_pool(batch_size, input_len, output_len, config)
         measured = measure(llm, work, temperature=temperature, use_tqdm=sys.stderr.isatty())
-    report.publish(title, _device_name(), {"jaxpaged": measured}, startup, json, {**about, "options": options})
+        about |= {"options": options, "engine": _resolved(llm)}
+        report.publish(title, _device_name(), {"jaxpaged": measured}, startup, json, about)
 
 
 @app.command()
@@ -214,7 +226,7 @@ def rate(
     from jaxpaged.bench import report, workload
 
     with one_line_errors():
-        report.check_writable(json)
+        report.check_writable("json", json)
         rate_benchmark.check_plot(plot)
         tried = rate_benchmark.parse_rates(rates)
         lengths = workload.read_trace(trace, num_prompts)
@@ -239,16 +251,20 @@ def rate(
         results = rate_benchmark.measure(
             llm.engine, runs, warm_up, seed=seed, temperature=temperature, use_tqdm=sys.stderr.isatty()
         )
-    sustained = rate_benchmark.highest_sustained(results, slo_ms)
-    about = {"benchmark": "rate", "model": model, "requests": trace.name, "seed": seed, "temperature": temperature}
-    about |= {"slo_ms": slo_ms, "sustained_rate": sustained, "options": options}
-    title = f"{model}, {trace.name}, {len(lengths)} requests a rate, median / p90 / p99"
     shown = {f"{result.rate:g}/s": result for result in results}
-    report.publish(title, _device_name(), shown, startup, json, about)
-    highest = "none of these rates" if sustained is None else f"up to {sustained:g} requests a second"
-    typer.echo(f"p90 of the latency an output token stays below {slo_ms:g} ms at: {highest}")
-    if plot is not None:
-        with one_line_errors():
+    about = {"benchmark": "rate", "model": model, "requests": trace.name, "seed": seed, "temperature": temperature}
+    about |= {
+        "slo_ms": slo_ms,
+        "sustained_rate": rate_benchmark.highest_sustained(results, slo_ms),
+        "verdicts": {name: result.verdict(slo_ms).value for name, result in shown.items()},
+        "options": options,
+        "engine": _resolved(llm),
+    }
+    title = f"{model}, {trace.name}, {len(lengths)} requests a rate, median / p90 / p99"
+    with one_line_errors():
+        report.publish(title, _device_name(), shown, startup, json, about)
+        typer.echo(rate_benchmark.conclusion(results, slo_ms))
+        if plot is not None:
             rate_benchmark.plot(plot, results, slo_ms, f"{model}, {trace.name}")
 
 
@@ -282,6 +298,12 @@ def _load(verbose: bool, model: str, options: dict[str, Any]) -> tuple[LLM, dict
     return llm, {"imports": max(0.0, whole - llm.startup.total), **llm.startup.seconds}
 
 
+def _resolved(llm: LLM) -> dict[str, Any]:
+    """What the engine runs with, whatever the options left to it."""
+    config = dataclasses.asdict(llm.engine.scheduler.config)
+    return {"dtype": llm.engine.runner._cache[0].k.dtype.name, **config}
+
+
 def _device_name() -> str:
     import jax
 
@@ -290,8 +312,8 @@ def _device_name() -> str:
 
 def _hf_throughput(
     model: str, dtype: str, lengths: list[Lengths], seed: int, temperature: float, mode: HFMode, sizes: list[int]
-) -> tuple[dict[str, Throughput], dict[str, float], str]:
-    """The runs by name, the seconds of the start by phase, and the device."""
+) -> tuple[dict[str, Throughput], dict[str, float], HFModel]:
+    """The runs by name, the seconds of the start by phase, and what ran."""
     from jaxpaged.bench import hf as transformers_engine
     from jaxpaged.bench import workload
 
@@ -310,4 +332,4 @@ def _hf_throughput(
         measured, seconds = transformers_engine.measure_continuous(hf, requests, temperature, use_tqdm)
         runs["hf continuous batching"] = measured
         startup["continuous batching"] = seconds
-    return runs, startup, hf.device_name
+    return runs, startup, hf

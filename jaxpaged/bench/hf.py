@@ -45,6 +45,11 @@ class HFModel:
         return "cpu" if self.device == "cpu" else self.torch.cuda.get_device_name()
 
     @property
+    def dtype_name(self) -> str:
+        """Dtype of the weights."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence that the model was trained for."""
         return self.model.config.max_position_embeddings
@@ -142,11 +147,12 @@ def measure_static(
     """`generate` in static batches of the best of some sizes.
 
     Of several sizes each serves its first batch, and the one that makes the most output tokens a second serves all; one
-    that the memory does not hold is passed over.
+    that the memory does not hold is passed over. Sizes above the number of requests mean all of them.
 
     Raises:
       ValueError: the memory holds none of the sizes.
     """
+    batch_sizes = sorted({min(size, len(requests)) for size in batch_sizes})
     trials = {size: rate for size in batch_sizes if (rate := _trial(hf, requests[:size], temperature)) is not None}
     if not trials:
         raise ValueError(f"hf_batch_sizes={','.join(map(str, batch_sizes))}: the memory holds none of these batches")

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from jaxpaged.bench.report import Percentiles, percentiles, spread
 from jaxpaged.bench.throughput import request_params
 from jaxpaged.bench.workload import BenchRequest
+from jaxpaged.config import SchedulerConfig, blocks_for
 
 if TYPE_CHECKING:
     from jaxpaged.llm import LLM
@@ -44,9 +45,13 @@ class Latency:
     """From the submission to a request's first token, over all requests of all iterations."""
     output_token_ms: Percentiles | None
     """A request's time from its first token to its last, divided by the tokens after the first; None for one token."""
+    num_preemptions: int | None = None
+    """In the iterations; each makes a request compute its tokens again. None where there are none by design."""
 
     @classmethod
-    def of(cls, iterations: Sequence[Iteration], input_len: int, output_len: int) -> Latency:
+    def of(
+        cls, iterations: Sequence[Iteration], input_len: int, output_len: int, num_preemptions: int | None = None
+    ) -> Latency:
         """Summarises iterations of one batch size."""
         token_ms = None
         if output_len > 1:
@@ -65,6 +70,7 @@ class Latency:
             seconds=percentiles([i.end for i in iterations]),
             first_token_ms=percentiles([1e3 * t for i in iterations for t in i.first]),
             output_token_ms=token_ms,
+            num_preemptions=num_preemptions,
         )
 
     @property
@@ -98,7 +104,38 @@ class Latency:
         shown["output tokens a second"] = f"{self.output_rate:,.1f}"
         if self.prefill_rate is not None:
             shown["prefill tokens a second"] = f"{self.prefill_rate:,.1f}"
+        if self.num_preemptions is not None:
+            shown["preemptions"] = f"{self.num_preemptions:,}"
         return shown
+
+
+def check_batch_size(batch_size: int, max_num_seqs: int) -> None:
+    """Refuses a batch whose requests would wait for each other.
+
+    Raises:
+      ValueError: fewer sequences run at once.
+    """
+    if batch_size > max_num_seqs:
+        raise ValueError(
+            f"batch_size={batch_size} is more than max_num_seqs={max_num_seqs}, the sequences that run at once; raise "
+            "that, or measure a smaller batch"
+        )
+
+
+def check_pool(batch_size: int, input_len: int, output_len: int, config: SchedulerConfig) -> None:
+    """Refuses a batch that the KV pool does not hold all at once.
+
+    Raises:
+      ValueError: it has too few blocks.
+    """
+    tokens = batch_size * blocks_for(input_len + output_len - 1, config.block_size)  # the last one is not stored
+    spare = (batch_size - 1) * config.growth_reserve  # without which the last request is not admitted
+    if tokens + spare > config.num_blocks:
+        raise ValueError(
+            f"batch_size={batch_size} of {input_len} input and {output_len} output tokens takes {tokens} blocks of "
+            f"{config.block_size}, and {spare} that admission leaves free, but the KV pool has {config.num_blocks}; "
+            "raise num_kv_blocks or the memory for it, or measure a smaller batch"
+        )
 
 
 def measure(
@@ -117,8 +154,12 @@ def measure(
     """
     names = map("bench {}".format, itertools.count())
     bar = tqdm(batches, desc="Iterations", unit="it", dynamic_ncols=True, disable=not use_tqdm)
-    iterations = [_serve(llm, batch, names, temperature) for batch in bar][1:]
-    return Latency.of(iterations, len(batches[0][0].prompt), batches[0][0].num_output)
+    iterations, preempted = [], [llm.engine.scheduler.num_preemptions]
+    for batch in bar:
+        iterations.append(_serve(llm, batch, names, temperature))
+        preempted.append(llm.engine.scheduler.num_preemptions)
+    first = batches[0][0]
+    return Latency.of(iterations[1:], len(first.prompt), first.num_output, preempted[-1] - preempted[1])
 
 
 def _serve(llm: LLM, batch: Sequence[BenchRequest], names: Any, temperature: float) -> Iteration:

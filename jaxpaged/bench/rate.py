@@ -7,6 +7,10 @@ coroutine of its own.
 
 Normalised latency is a request's end-to-end latency divided by its output tokens, the measure of Figure 12 in Kwon et
 al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (SOSP 2023).
+
+A finite number of requests can hide that an engine falls behind: its latencies grow, and the arrivals end before they
+are long. So a rate counts as sustained only if requests were answered as fast as they came while they came, for long
+enough that an engine which keeps pace has answered nearly all of them by the last arrival (`Verdict`).
 """
 
 from __future__ import annotations
@@ -20,18 +24,33 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from jaxpaged.async_engine import AsyncEngine
-from jaxpaged.bench.report import Percentiles, percentiles, spread
+from jaxpaged.bench.report import Percentiles, check_writable, percentiles, spread
 from jaxpaged.bench.throughput import request_params
 from jaxpaged.bench.workload import BenchRequest
 from jaxpaged.engine import Engine
 
 _WARM_UP_TOKENS = 8
+_SERVED_SHARE = 0.9
+"""Share of the requests that must be answered by the last arrival."""
+_LONG = 10
+"""The arrivals last so many times the median end-to-end latency, or they are too few to tell."""
+
+
+class Verdict(StrEnum):
+    """Whether an engine sustains a rate."""
+
+    sustained = "sustained"
+    """Latencies stay below the limit, and requests are answered as fast as they come."""
+    missed = "not sustained"
+    """Latencies do not stay below the limit; or requests pile up, more of them than can run at once."""
+    unclear = "too few requests to tell"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +86,17 @@ class RateResult:
     """The same, divided by the request's output tokens."""
     mean_normalized_ms: float
     num_preemptions: int
+    arrival_seconds: float
+    """From the first arrival to the last."""
+    num_unanswered: int
+    """Requests whose last token had not come at the last arrival."""
+    max_num_seqs: int
+    """Requests that run at once."""
 
     @classmethod
-    def of(cls, rate: float, times: Sequence[RequestTimes], num_preemptions: int) -> RateResult:
+    def of(cls, rate: float, times: Sequence[RequestTimes], num_preemptions: int, max_num_seqs: int) -> RateResult:
         """Summarises the requests of one rate."""
+        last_arrival = max(t.due for t in times)
         gaps = [1e3 * (b - a) for t in times for a, b in itertools.pairwise(t.outputs)]
         normalized = [1e3 * (t.outputs[-1] - t.due) / t.num_output for t in times]
         return cls(
@@ -85,6 +111,9 @@ class RateResult:
             normalized_ms=percentiles(normalized),
             mean_normalized_ms=statistics.fmean(normalized),
             num_preemptions=num_preemptions,
+            arrival_seconds=last_arrival - min(t.due for t in times),
+            num_unanswered=sum(t.outputs[-1] > last_arrival for t in times),
+            max_num_seqs=max_num_seqs,
         )
 
     @property
@@ -96,6 +125,23 @@ class RateResult:
     def output_rate(self) -> float:
         """Output tokens a second."""
         return self.output_tokens / self.seconds
+
+    @property
+    def served_share(self) -> float:
+        """Share of the requests that were answered by the last arrival: throughput while they came, over the rate."""
+        return 1 - self.num_unanswered / self.num_requests
+
+    def verdict(self, slo_ms: float) -> Verdict:
+        """Whether the rate is sustained with p90 of the normalised latency below `slo_ms`.
+
+        In a steady state the requests that run or wait are the rate times the mean latency (Little's law), so that
+        their share falls as the arrivals go on; where requests come faster than they are answered, it does not.
+        """
+        keeps_pace = self.served_share >= _SERVED_SHARE
+        if self.normalized_ms.p90 >= slo_ms or (not keeps_pace and self.num_unanswered > self.max_num_seqs):
+            return Verdict.missed
+        long = self.arrival_seconds >= _LONG * self.end_to_end_ms.median / 1e3
+        return Verdict.sustained if keeps_pace and long else Verdict.unclear
 
     def as_json(self) -> dict[str, Any]:
         """The fields and the rates, percentiles by name."""
@@ -110,6 +156,8 @@ class RateResult:
         return {
             "requests": f"{self.num_requests:,}",
             "seconds": f"{self.seconds:,.2f}",
+            "… until the last arrival": f"{self.arrival_seconds:,.2f}",
+            "answered by then": f"{self.served_share:.1%}",
             "requests a second": f"{self.request_rate:,.2f}",
             "output tokens a second": f"{self.output_rate:,.1f}",
             "to the first token": spread(self.first_token_ms, "ms"),
@@ -147,9 +195,28 @@ def arrival_times(num: int, rate: float, seed: int) -> list[float]:
 
 
 def highest_sustained(results: Sequence[RateResult], slo_ms: float) -> float | None:
-    """The highest rate at which, and at all measured below it, p90 of the normalised latency is less than `slo_ms`."""
-    kept = itertools.takewhile(lambda r: r.normalized_ms.p90 < slo_ms, sorted(results, key=lambda r: r.rate))
+    """The highest rate that is sustained, as are all measured below it."""
+    ordered = sorted(results, key=lambda r: r.rate)
+    kept = itertools.takewhile(lambda r: r.verdict(slo_ms) is Verdict.sustained, ordered)
     return max((r.rate for r in kept), default=None)
+
+
+def conclusion(results: Sequence[RateResult], slo_ms: float) -> str:
+    """What `highest_sustained` comes to in words; and the rates that had too few requests, with the reason."""
+    highest = highest_sustained(results, slo_ms)
+    up_to = "none of these rates" if highest is None else f"up to {highest:g} requests a second"
+    lines = [
+        f"p90 of the latency an output token stays below {slo_ms:g} ms, and requests are answered as fast as they "
+        f"come, at: {up_to}"
+    ]
+    for r in sorted(results, key=lambda r: r.rate):
+        if r.verdict(slo_ms) is Verdict.unclear:
+            lines.append(
+                f"too few requests to tell at {r.rate:g} requests a second: they came within "
+                f"{r.arrival_seconds:.3g} s, and one takes {r.end_to_end_ms.median / 1e3:.3g} s (median); "
+                f"{r.num_unanswered:,} of {r.num_requests:,} had no answer at the last arrival"
+            )
+    return "\n".join(lines)
 
 
 def measure(
@@ -194,7 +261,8 @@ async def _measure(
             arrivals = arrival_times(len(requests), rate, seed)
             with tqdm(total=len(requests), desc=f"{rate:g}/s", unit="req", disable=not use_tqdm) as progress:
                 times = await _serve_all(serving, requests, arrivals, temperature, progress)
-            results.append(RateResult.of(rate, times, engine.scheduler.num_preemptions - preempted))
+            preempted = engine.scheduler.num_preemptions - preempted
+            results.append(RateResult.of(rate, times, preempted, engine.scheduler.config.max_num_seqs))
     return results
 
 
@@ -230,14 +298,15 @@ def check_plot(path: Path | None) -> None:
     """Refuses a plot that can't be drawn before anything is measured for it.
 
     Raises:
-      ValueError: matplotlib is missing, or the file can't be one.
+      ValueError: matplotlib is missing, or the file can't be one or can't be written.
     """
     if path is None:
         return
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib, which is not installed: pip install 'jaxpaged[bench]'")
-    if path.suffix != ".png" or path.is_dir() or not path.absolute().parent.is_dir():
+    if path.suffix != ".png":
         raise ValueError(f"plot={str(path)!r} must be a .png file in a folder that exists")
+    check_writable("plot", path)
 
 
 def plot(path: Path, results: Sequence[RateResult], slo_ms: float, title: str) -> None:

@@ -96,14 +96,27 @@ def write_json(path: Path, results: Mapping[str, Any]) -> None:
         raise ValueError(f"json={str(path)!r} can't be written: {error}") from error
 
 
-def check_writable(path: Path | None) -> None:
-    """Refuses a file that can't be written before anything is measured for it.
+def check_writable(option: str, path: Path | None) -> None:
+    """Refuses a file that can't be written before anything is measured for it: opens it, and leaves it as it was.
+
+    Args:
+      option: what named it, for the error.
+      path: the file; None if none is wanted.
 
     Raises:
-      ValueError: there is no such folder, or it is a folder itself.
+      ValueError: there is no such folder, it is a folder itself, or the system does not let it be written.
     """
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ValueError(f"json={str(path)!r} must be a file in a folder that exists")
+    if path is None:
+        return
+    try:
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise ValueError(f"{option}={str(path)!r} must be a file in a folder that exists")
+        existed = path.exists()
+        path.open("ab").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"{option}={str(path)!r} can't be written: {error}") from error
 
 
 def _versions() -> dict[str, str]:

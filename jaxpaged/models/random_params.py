@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import os
 from typing import Any
 
 import jax
@@ -24,7 +26,16 @@ def random_params(weights: WeightMap, dtype: jnp.dtype, seed: int = 0) -> dict[s
       weights: the family's map for the model's shape.
       dtype: of all parameters.
       seed: same seed, same parameters.
+
+    Raises:
+      ValueError: they take more than the device's free memory; says how much, and makes none.
     """
+    needed = dtype.itemsize * sum(math.prod(s.shape) for sources in weights.values() for s in sources)
+    if needed > (free := _free_memory()):
+        raise ValueError(
+            f"the weights take {needed / 2**30:.1f} GiB in {dtype.name}, more than the {free / 2**30:.1f} GiB of "
+            "memory that are free; choose a smaller model or dtype"
+        )
     key = jax.random.key(seed)
     flat = {}
     for i, (path, sources) in enumerate(weights.items()):
@@ -37,6 +48,14 @@ def random_params(weights: WeightMap, dtype: jnp.dtype, seed: int = 0) -> dict[s
             scale = shape[0] ** -0.5 if path.endswith("/kernel") else _EMBEDDING_SCALE
             flat[path] = _normal(jax.random.fold_in(key, i), scale, shape=shape, dtype=dtype)
     return {"params": unflatten_dict(flat, sep="/")}
+
+
+def _free_memory() -> int:
+    """Bytes that JAX may still use on the default device; of a device that does not tell, the machine's memory."""
+    stats = jax.devices()[0].memory_stats()
+    if stats is not None:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))  # one executable a shape

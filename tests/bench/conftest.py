@@ -27,11 +27,11 @@ def run(llm, monkeypatch, tmp_path):
         run.options = options
         return llm
 
-    def run(*args: object):
+    def run(command: str, *args: object):
         run.options = None
         with monkeypatch.context() as patch:
             patch.setattr("jaxpaged.llm.LLM", load)
-            return CliRunner().invoke(app, ["bench", *map(str, args), "--json", str(path)])
+            return CliRunner().invoke(app, ["bench", command, "--json", str(path), *map(str, args)])
 
     run.json = lambda: json.loads(path.read_text())
     yield run

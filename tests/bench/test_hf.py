@@ -7,6 +7,7 @@ import pytest
 from one_line import assert_one_line_error
 
 from jaxpaged.bench import hf
+from jaxpaged.bench.workload import fixed_lengths, random_requests
 from jaxpaged.models.llama import llama_config
 from jaxpaged.models.shapes import SHAPES
 
@@ -33,7 +34,10 @@ def test_throughput_in_both_ways(run, trace):
     path = trace("prompt_tokens,output_tokens", "30,5", "4,40", "9,1", "7,7", "2,3")
     result = run("throughput", "--engine", "hf", "--model", "tiny", "--trace", path, "--hf-batch-sizes", "2")
     assert result.exit_code == 0, result.output
-    static, continuous = run.json()["runs"].values()
+    written = run.json()
+    assert written["engine"] == {"dtype": "float32"}
+    assert written["options"] == {"dtype": "auto", "hf_mode": "both", "hf_batch_sizes": [2]}
+    static, continuous = written["runs"].values()
     for figures in (static, continuous):
         assert (figures["num_requests"], figures["input_tokens"], figures["output_tokens"]) == (5, 52, 56)
     # Batches of 2, 2 and 1 in the trace's order, each as wide as its longest prompt and output.
@@ -50,8 +54,6 @@ def test_the_best_batch_size_serves(monkeypatch):
     rates = {1: 5.0, 2: 9.0, 4: None}
     monkeypatch.setattr(hf, "_trial", lambda model, batch, temperature: rates[len(batch)])
     model = hf.load("random:tiny", "auto", seed=0)
-    from jaxpaged.bench.workload import fixed_lengths, random_requests
-
     requests = random_requests(fixed_lengths(3, 2, 4), model.vocab_size, 0)
     measured = hf.measure_static(model, requests, [1, 2, 4], temperature=1.0, use_tqdm=False)
     assert measured.details == {"batch_size": 2, "trials": {"1": 5.0, "2": 9.0}}
@@ -59,11 +61,26 @@ def test_the_best_batch_size_serves(monkeypatch):
         hf.measure_static(model, requests, [4], temperature=0.0, use_tqdm=False)
 
 
+def test_batch_sizes_above_the_number_of_requests_are_tried_once(monkeypatch):
+    tried = []
+    monkeypatch.setattr(hf, "_trial", lambda model, batch, temperature: tried.append(len(batch)) or 1.0 + len(batch))
+
+    class Model:
+        def generate(self, batch, temperature):
+            assert len(batch) == 5
+
+    requests = random_requests(fixed_lengths(3, 2, 5), 288, 0)
+    measured = hf.measure_static(Model(), requests, [2, 5, 16, 64], temperature=0.0, use_tqdm=False)  # type: ignore
+    assert tried == [2, 5]
+    assert measured.details == {"batch_size": 5, "trials": {"2": 3.0, "5": 6.0}}
+
+
 @needs_torch
 def test_latency(run):
     args = ["--engine", "hf", "--model", "tiny", "--batch-size", 3, "--iters", 2, *FIXED]
     result = run("latency", *args)
     assert result.exit_code == 0, result.output
+    assert (run.json()["engine"], run.json()["options"]) == ({"dtype": "float32"}, {"dtype": "auto"})
     figures = run.json()["runs"]["hf generate"]
     assert (figures["batch_size"], figures["num_iterations"]) == (3, 2)
     assert 0 < figures["first_token_ms"]["median"] < 1e3 * figures["seconds"]["median"]

@@ -1,10 +1,15 @@
 """`jaxpaged bench latency` on the tiny model: the arithmetic by hand, figures that hold together, errors."""
 
+import dataclasses
+
 import pytest
+import tiny
 from one_line import assert_one_line_error
 from typer.testing import CliRunner
 
-from jaxpaged.bench.latency import Iteration, Latency
+from jaxpaged import LLM
+from jaxpaged.bench.latency import Iteration, Latency, check_pool, measure
+from jaxpaged.bench.workload import fixed_lengths, random_requests
 from jaxpaged.cli import app
 
 
@@ -37,6 +42,7 @@ def test_the_figures_of_a_run_hold_together(run, llm):
     assert "random:tiny, batch 3, 8 in, 6 out, 2 iterations, median / p90 / p99, on cpu:" in result.stdout
     assert "start-up: " in result.stdout
     assert (run.options["model"], run.options["max_num_seqs"]) == ("random:tiny", 5)
+    assert run.json()["engine"] == {"dtype": "float32", **dataclasses.asdict(llm.engine.scheduler.config)}
     figures = run.json()["runs"]["jaxpaged"]
     assert (figures["batch_size"], figures["input_len"], figures["output_len"]) == (3, 8, 6)
     assert figures["num_iterations"] == 2
@@ -50,16 +56,57 @@ def test_the_figures_of_a_run_hold_together(run, llm):
     assert stats.num_tokens == 3 * 3 * (8 + 6 - 1)  # warm-up and two iterations
 
 
-def test_batches_larger_than_the_engine_takes_at_once_are_served(run):
-    result = run("latency", "--model", "tiny", "--batch-size", 9, "--input-len", 20, "--output-len", 1, "--iters", 1)
+def test_a_batch_of_one_output_token_prefills(run):
+    result = run("latency", "--model", "tiny", "--batch-size", 4, "--input-len", 20, "--output-len", 1, "--iters", 1)
     assert result.exit_code == 0, result.output
+    assert run.options["max_num_seqs"] == 4  # the batch, where nothing else is asked for
     figures = run.json()["runs"]["jaxpaged"]
-    assert figures["prefill_tokens_per_second"] == pytest.approx(180 / figures["seconds"]["median"])
+    assert figures["prefill_tokens_per_second"] == pytest.approx(80 / figures["seconds"]["median"])
     assert figures["first_token_ms"]["p99"] <= 1e3 * figures["seconds"]["median"]
 
 
+def test_a_batch_that_does_not_run_at_once_is_refused(run):
+    result = run("latency", "--model", "tiny", "--batch-size", 9, "--max-num-seqs", 8)
+    assert_one_line_error(result, "batch_size=9 is more than max_num_seqs=8, the sequences that run at once")
+    assert run.options is None  # before the model is loaded
+    result = run("latency", "--model", "tiny", "--batch-size", 4, "--input-len", 33, "--output-len", 8)
+    message = (
+        "batch_size=4 of 33 input and 8 output tokens takes 20 blocks of 8, and 6 that admission leaves free, but the "
+        "KV pool has 24"
+    )
+    assert_one_line_error(result, message)
+
+
+@pytest.mark.parametrize(("input_len", "output_len"), [(32, 1), (25, 8), (1, 32), (31, 2)])
+def test_the_largest_batch_that_is_let_through_is_served_together(tiny_llm, input_len, output_len):
+    """Four sequences of 32 stored tokens and what admission leaves free take 4 * 4 + 6 of 22 blocks."""
+    llm = LLM.__new__(LLM)
+    llm.engine = engine = tiny.fresh_engine(tiny_llm, num_blocks=22, growth_reserve=2)
+    check_pool(4, input_len, output_len, engine.scheduler.config)
+    with pytest.raises(ValueError, match="the KV pool has 21"):
+        check_pool(4, input_len, output_len, dataclasses.replace(engine.scheduler.config, num_blocks=21))
+    running = []
+    step = engine.step
+    engine.step = lambda: (step(), running.append(engine.scheduler.num_running))[0]
+    batches = [random_requests(fixed_lengths(input_len, output_len, 4), tiny.VOCAB, seed) for seed in range(3)]
+    measured = measure(llm, batches, use_tqdm=False)
+    assert measured.num_preemptions == 0
+    assert measured.figures()["preemptions"] == "0"
+    assert max(running) == 4 or output_len == 1
+
+
+def test_preemptions_of_the_iterations_are_told(tiny_llm):
+    llm = LLM.__new__(LLM)
+    llm.engine = tiny.fresh_engine(tiny_llm)  # without a reserve: 4 * 11 of 24 blocks
+    batches = [random_requests(fixed_lengths(24, 60, 4), tiny.VOCAB, seed) for seed in range(3)]
+    one = measure(llm, batches[:2], use_tqdm=False).num_preemptions
+    two = measure(llm, batches, use_tqdm=False).num_preemptions
+    assert one
+    assert two == 2 * one  # and not those of the warm-up
+
+
 def test_errors_are_one_line(run):
-    result = run("latency", "--model", "tiny", "--input-len", 100, "--output-len", 29)
+    result = run("latency", "--model", "tiny", "--input-len", 100, "--output-len", 29, "--batch-size", 1)
     assert_one_line_error(result, "request 1 has 100 prompt and 29 output tokens, more than max_model_len=128")
     for name in ("--batch-size", "--input-len", "--output-len", "--iters"):
         assert run("latency", "--model", "tiny", name, 0).exit_code == 2

@@ -12,7 +12,15 @@ from typer.testing import CliRunner
 
 from jaxpaged.async_engine import AsyncEngine, EngineDeadError
 from jaxpaged.bench import rate
-from jaxpaged.bench.rate import RateResult, RequestTimes, arrival_times, highest_sustained, parse_rates
+from jaxpaged.bench.rate import (
+    RateResult,
+    RequestTimes,
+    Verdict,
+    arrival_times,
+    conclusion,
+    highest_sustained,
+    parse_rates,
+)
 from jaxpaged.bench.workload import BenchRequest
 from jaxpaged.cli import app
 
@@ -20,8 +28,9 @@ TRACE = ["prompt_tokens,output_tokens", "5,4", "12,6", "20,1", "3,8", "30,3", "9
 
 
 def result_of(rate: float, *normalized_ms: float) -> RateResult:
-    """A result of requests with one token each, which took so long."""
-    return RateResult.of(rate, [RequestTimes(0.0, [ms / 1e3], 3, 1) for ms in normalized_ms], 0)
+    """A result of requests with one token each, which took so long; they came one a second."""
+    times = [RequestTimes(float(i), [i + ms / 1e3], 3, 1) for i, ms in enumerate(normalized_ms)]
+    return RateResult.of(rate, times, 0, max_num_seqs=4)
 
 
 def test_arrivals_follow_from_the_seed_and_scale_with_the_rate():
@@ -48,7 +57,8 @@ def test_the_summary_of_two_requests_by_hand():
         RequestTimes(due=10.0, outputs=[10.5, 11.0, 12.0], num_input=7, num_output=3),
         RequestTimes(due=11.0, outputs=[12.5, 15.0], num_input=5, num_output=4),  # its reader missed two
     ]
-    summary = RateResult.of(2.0, times, num_preemptions=1)
+    summary = RateResult.of(2.0, times, num_preemptions=1, max_num_seqs=4)
+    assert (summary.arrival_seconds, summary.num_unanswered, summary.served_share) == (1.0, 2, 0.0)
     assert (summary.num_requests, summary.input_tokens, summary.output_tokens) == (2, 12, 7)
     assert summary.seconds == pytest.approx(5.0)
     assert summary.request_rate == pytest.approx(0.4)
@@ -69,14 +79,60 @@ def test_requests_of_one_token_have_nothing_between_tokens():
 
 
 def test_a_rate_is_sustained_if_it_and_all_below_stay_under_the_limit():
-    results = [result_of(1, 10, 10), result_of(2, 20, 49), result_of(4, 10, 70), result_of(8, 30, 30)]
+    results = [
+        result_of(1, *[10] * 20),
+        result_of(2, *[20] * 19, 49),
+        result_of(4, *[10] * 14, *[70] * 6),
+        result_of(8, *[30] * 20),
+    ]
     assert highest_sustained(results, 50) == 2
     assert highest_sustained(results[::-1], 50) == 2
     assert highest_sustained(results, 100) == 8
     assert highest_sustained(results, 10) is None  # below it, not at it
-    assert highest_sustained([result_of(3, 50, 50)], 50) is None
+    assert highest_sustained([result_of(3, *[50] * 20)], 50) is None
     # p90 and not the worst: one slow request in a hundred does no harm
     assert highest_sustained([result_of(3, *[10] * 99, 900)], 50) == 3
+
+
+def served(rate: float, num: int, capacity: float, latency: float = 1.0, slots: int = 4) -> RateResult:
+    """What becomes of requests of 100 tokens that come evenly, where no more than `capacity` end a second."""
+    times, end = [], 0.0
+    for i in range(num):
+        due = i / rate
+        end = max(due + latency, end + 1 / capacity)
+        times.append(RequestTimes(due, [end], 3, 100))
+    return RateResult.of(rate, times, 0, slots)
+
+
+@pytest.mark.parametrize(
+    ("result", "slo_ms", "verdict"),
+    [
+        (served(2, 100, capacity=3), 50, Verdict.sustained),
+        (served(2, 22, capacity=3), 50, Verdict.sustained),  # 10.5 s of arrivals, answered within 1 s each
+        (served(2, 20, capacity=3), 50, Verdict.unclear),  # 9.5 s
+        (served(2, 1, capacity=3), 50, Verdict.unclear),
+        # A burst: all latencies are below the limit, and still it comes twice as fast as it is answered.
+        (served(6, 20, capacity=3), 50, Verdict.missed),
+        (served(6, 20, capacity=3, slots=64), 50, Verdict.unclear),  # nobody had to wait for a slot yet
+        (served(6, 200, capacity=3, slots=64), 1e6, Verdict.missed),
+        (served(6, 200, capacity=3, slots=64), 50, Verdict.missed),
+        (served(2, 20, capacity=3, latency=6), 50, Verdict.missed),  # too slow for the limit, however few there are
+    ],
+)
+def test_what_a_burst_gives_is_not_taken_for_a_sustained_rate(result, slo_ms, verdict):
+    assert result.verdict(slo_ms) is verdict
+
+
+def test_the_conclusion_names_the_rates_that_had_too_few_requests():
+    results = [served(r, 40, capacity=100, slots=16) for r in (8, 1, 2)]
+    assert conclusion(results, 50).splitlines() == [
+        "p90 of the latency an output token stays below 50 ms, and requests are answered as fast as they come, at: up "
+        "to 2 requests a second",
+        "too few requests to tell at 8 requests a second: they came within 4.88 s, and one takes 1 s (median); 8 of 40 "
+        "had no answer at the last arrival",
+    ]
+    assert highest_sustained(results, 50) == 2
+    assert conclusion(results, 5).endswith("at: none of these rates")
 
 
 def test_rates_are_positive_numbers():
@@ -122,10 +178,12 @@ def test_the_figures_of_a_run_hold_together(run, trace, llm):
     result = run("rate", "--model", "tiny", *args)
     assert result.exit_code == 0, result.output
     assert "random:tiny, trace.csv, 5 requests a rate, median / p90 / p99, on cpu:" in result.stdout
-    assert "p90 of the latency an output token stays below 1e+06 ms at: up to 200 requests a second" in result.stdout
+    assert "p90 of the latency an output token stays below 1e+06 ms, and requests are answered as fast" in result.stdout
     assert (run.options["model"], run.options["max_num_seqs"]) == ("random:tiny", 3)
     written = run.json()
-    assert (written["benchmark"], written["slo_ms"], written["sustained_rate"]) == ("rate", 1e6, 200)
+    assert (written["benchmark"], written["slo_ms"]) == ("rate", 1e6)
+    assert written["verdicts"].keys() == written["runs"].keys()
+    assert written["engine"]["num_blocks"] == 24
     assert list(written["runs"]) == ["50/s", "200/s"]
     for name, figures in written["runs"].items():
         assert f"{figures['rate']:g}/s" == name
@@ -142,8 +200,24 @@ def test_the_figures_of_a_run_hold_together(run, trace, llm):
 
 def test_no_rate_may_be_sustained(run, trace):
     result = run("rate", "--model", "tiny", "--trace", trace(*TRACE), "--rates", "100", "--slo-ms", 0)
-    assert "stays below 0 ms at: none of these rates" in result.stdout
+    assert "at: none of these rates" in result.stdout
     assert run.json()["sustained_rate"] is None
+    assert run.json()["verdicts"] == {"100/s": "not sustained"}
+
+
+def test_a_rate_that_the_engine_keeps_pace_with_is_sustained(run, trace):
+    path = trace("prompt_tokens,output_tokens", *["3,2"] * 40)
+    result = run("rate", "--model", "tiny", "--trace", path, "--rates", "20", "--slo-ms", 1e4)
+    assert result.exit_code == 0, result.output
+    assert "at: up to 20 requests a second" in result.stdout
+    assert (run.json()["sustained_rate"], run.json()["verdicts"]) == (20, {"20/s": "sustained"})
+
+
+def test_a_plot_that_the_system_does_not_let_be_written_is_refused_before_the_model_is_loaded(run, trace, monkeypatch):
+    monkeypatch.setattr(rate.importlib.util, "find_spec", lambda name: object())
+    result = run("rate", "--model", "tiny", "--trace", trace(*TRACE), "--plot", "/proc/rate.png")
+    assert_one_line_error(result, "plot='/proc/rate.png' can't be written: ")
+    assert run.options is None
 
 
 def test_the_plot_is_a_png(run, trace, tmp_path):
@@ -164,10 +238,12 @@ def test_a_plot_without_matplotlib_is_refused_before_the_model_is_loaded(run, tr
 
 
 @pytest.mark.parametrize("name", ["nowhere/rate.png", "rate.pdf", ""])
-def test_a_plot_that_can_not_be_written_is_refused_before_the_model_is_loaded(run, trace, tmp_path, name, monkeypatch):
+def test_a_plot_that_is_no_png_in_a_folder_is_refused_before_the_model_is_loaded(
+    run, trace, tmp_path, name, monkeypatch
+):
     monkeypatch.setattr(rate.importlib.util, "find_spec", lambda name: object())
     result = run("rate", "--model", "tiny", "--trace", trace(*TRACE), "--plot", tmp_path / name)
-    assert_one_line_error(result, "must be a .png file in a folder that exists")
+    assert_one_line_error(result, "file in a folder that exists")
     assert run.options is None
 
 

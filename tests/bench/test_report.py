@@ -3,6 +3,7 @@
 import io
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,10 +40,31 @@ def test_the_json_file_tells_the_date_and_the_versions(tmp_path):
 
 
 def test_a_file_that_can_not_be_written_is_refused_before_anything_is_measured(tmp_path):
-    report.check_writable(None)
-    report.check_writable(tmp_path / "new.json")
     for path in (tmp_path, tmp_path / "nowhere" / "new.json"):
-        with pytest.raises(ValueError, match="must be a file in a folder that exists"):
-            report.check_writable(path)
+        with pytest.raises(ValueError, match=r"json='.*' must be a file in a folder that exists"):
+            report.check_writable("json", path)
         with pytest.raises(ValueError, match="can't be written"):
             report.write_json(path, {})
+    # What only an attempt tells: rights, a name that is too long, a file system that takes no files.
+    for path in (tmp_path / ("x" * 300), Path("/proc/new.json")):
+        with pytest.raises(ValueError, match=r"plot='.*' can't be written: "):
+            report.check_writable("plot", path)
+
+
+def test_the_check_leaves_files_as_they_are(tmp_path):
+    report.check_writable("json", None)
+    report.check_writable("json", tmp_path / "new.json")
+    assert not (tmp_path / "new.json").exists()
+    (tmp_path / "old.json").write_text("kept")
+    report.check_writable("json", tmp_path / "old.json")
+    assert (tmp_path / "old.json").read_text() == "kept"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no file that is always full")
+def test_a_json_file_that_fails_after_the_run_is_one_line_under_the_results(run):
+    args = ["--batch-size", 2, "--input-len", 3, "--output-len", 2, "--iters", 1, "--json", "/dev/full"]
+    result = run("latency", "--model", "tiny", *args)
+    assert result.exit_code == 2
+    assert "seconds an iteration" in result.stdout
+    assert result.stderr.startswith("jaxpaged: json='/dev/full' can't be written: ")
+    assert result.stderr.count("\n") == 1

@@ -49,7 +49,10 @@ def test_a_trace_runs_to_its_exact_lengths(run, trace):
     written = run.json()
     assert (written["benchmark"], written["model"], written["seed"]) == ("throughput", "demo", 3)
     assert written["device"] == "cpu"
-    assert written["options"]["block_size"] == 16
+    assert written["options"]["block_size"] == 16  # what was asked for, and what the engine has
+    ran = {"dtype": "float32", "max_model_len": 128, "block_size": 8, "num_blocks": 24, "max_num_seqs": 4}
+    assert ran.items() <= written["engine"].items()
+    assert written["engine"]["max_num_batched_tokens"] == 64
     assert {"imports", "device", "checkpoint", "weights", "sizing", "tracing", "compiling", "warm-up"} == set(
         written["startup_seconds"]
     )
