@@ -9,6 +9,7 @@ from pallas_kernels.block_copy.reference import copy_blocks_reference
 from pallas_kernels.devices import triton_refusal
 from pallas_kernels.dispatch import Implementation, choose, serves_all
 from pallas_kernels.kv_write.checks import check_pools
+from pallas_kernels.op import public_op
 
 
 def _triton(*arrays: Array) -> tuple[Array, Array]:
@@ -23,6 +24,7 @@ IMPLEMENTATIONS = (
 )
 
 
+@public_op
 def copy_blocks(
     k_pool: Float[Array, "blocks block_size kv_heads head_dim"],
     v_pool: Float[Array, "blocks block_size kv_heads head_dim"],
@@ -40,7 +42,7 @@ def copy_blocks(
     of the pool counts as the nearest block. Inside a jit that donates the pools the copy happens in place.
 
     Args:
-      k_pool: keys of all blocks.
+      k_pool: keys of all blocks; float32, bfloat16, float16 or float8_e4m3fn.
       v_pool: values of all blocks, shaped like `k_pool`.
       sources: blocks to copy.
       destinations: blocks to overwrite.

@@ -23,7 +23,7 @@ def write_kv_reference(
         blocks, block_size, *row = pool.shape
         flat = pool.reshape(blocks * block_size, *row)
         if scale is not None:
-            new = new.astype(jnp.float32) / scale.astype(jnp.float32)[None, :, None]
+            new = new.astype(jnp.float32) / divisor(scale)[None, :, None]
         new = to_pool(new, pool.dtype)
         flat = flat.at[slots].set(new, mode="drop", wrap_negative_indices=False)
         return flat.reshape(pool.shape)
@@ -57,6 +57,12 @@ def _rotate(x: Array, cos: Array, sin: Array) -> Array:
     first, second = jnp.split(rotary.astype(jnp.float32), 2, axis=-1)
     rotary = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
     return jnp.concatenate([rotary, rest], axis=-1)
+
+
+def divisor(scale: Array) -> Array:
+    """What to divide by, float32: 1 for a scale of 0, as a head that holds nothing but zeros gets it."""
+    scale = scale.astype(jnp.float32)
+    return jnp.where(scale == 0, 1, scale)
 
 
 def to_pool(x: Array, dtype: DTypeLike) -> Array:

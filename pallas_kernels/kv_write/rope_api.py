@@ -9,17 +9,15 @@ from pallas_kernels.devices import compute_capability, triton_refusal
 from pallas_kernels.dispatch import Implementation, choose, serves_all
 from pallas_kernels.kv_write.checks import check_pools, check_scales, check_slots
 from pallas_kernels.kv_write.reference import rope_and_write_kv_reference
+from pallas_kernels.op import public_op
 
 
 def _triton_refusal(qkv: Array, cos: Array, sin: Array, k_pool: Array, *_: Array, **__: Array | None) -> str | None:
     """Why the Triton kernel can't serve a call, or None."""
     if (reason := triton_refusal(k_pool)) is not None:
         return reason
-    if k_pool.dtype == jnp.float8_e4m3fn:
-        if (capability := compute_capability() or 0) < 89:
-            return f"float8_e4m3fn pools need sm_89 or newer, not sm_{capability}"
-    elif k_pool.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"the pools must be float32, bfloat16, float16 or float8_e4m3fn, not {k_pool.dtype}"
+    if k_pool.dtype == jnp.float8_e4m3fn and (capability := compute_capability() or 0) < 89:
+        return f"float8_e4m3fn pools need sm_89 or newer, not sm_{capability}"
     return None
 
 
@@ -35,6 +33,7 @@ IMPLEMENTATIONS = (
 )
 
 
+@public_op
 def rope_and_write_kv(
     qkv: Float[Array, "tokens heads head_dim"],
     cos: Float[Array, "tokens half_rotary_dim"],
@@ -65,11 +64,12 @@ def rope_and_write_kv(
       cos: cosine of each token's angles, float32. `rotary_dim` is twice its columns, and `head_dim` at most; the
         dimensions of a head beyond it are left as they are.
       sin: sine of the same angles.
-      k_pool: keys of all blocks.
+      k_pool: keys of all blocks; float32, bfloat16, float16 or float8_e4m3fn.
       v_pool: values of all blocks, shaped like `k_pool`.
       slots: where each token's key and value go, as in `write_kv`: all different, save for those that are no slot of
         the pool, whose tokens are not written. (Their queries are rotated like all others.)
-      k_scale: the keys are `k_pool * k_scale`, by KV head: the rotated key divided by it is written.
+      k_scale: the keys are `k_pool * k_scale`, by KV head: the rotated key divided by it is written (undivided
+        where it is 0).
       v_scale: likewise for the values.
       implementation: `"triton"` (one kernel; NVIDIA GPUs from sm_80 on), `"reference"` (XLA, any device), or None for
         the best that serves this call.

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.kv_write.reference import to_pool
+from pallas_kernels.kv_write.reference import divisor, to_pool
 
 _PAIRS = 1024  # of rotated elements a program: 8 a thread, which are 16 bytes of bfloat16
 _WARPS = 4
@@ -120,7 +120,7 @@ class _Token:
     ) -> None:
         """The heads, rotated or not, divided by their scales, into `out_ref[out_row]` if there is such a row."""
         head, present = heads.index()
-        scale = None if scale_ref is None else _load(scale_ref.at[head], present)[:, None]
+        scale = None if scale_ref is None else divisor(_load(scale_ref.at[head], present))[:, None]
         row_exists = (out_row >= 0) & (out_row < out_ref.shape[0])
 
         def load(first: int, size: int) -> tuple[Array, Any, Array]:

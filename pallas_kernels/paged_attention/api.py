@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NoReturn
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import Implementation, choose, serves_all
+from pallas_kernels.op import public_op
+from pallas_kernels.options import check_sizes, finite_float, positive_int
 from pallas_kernels.paged_attention import mosaic, triton
 from pallas_kernels.paged_attention.debug import checked_tables
 from pallas_kernels.paged_attention.reference import paged_attention_reference
@@ -17,6 +17,8 @@ from pallas_kernels.paged_attention.spec import AttentionSpec
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _POOL_FLOATS = (*_FLOATS, jnp.float8_e4m3fn)
+_LEAST_SOFT_CAP = float(jnp.finfo(jnp.float32).tiny)  # scores are divided by it
+_OP = "paged_attention"
 
 
 IMPLEMENTATIONS = (
@@ -26,6 +28,7 @@ IMPLEMENTATIONS = (
 )
 
 
+@public_op
 def paged_attention(
     q: Float[Array, "tokens q_heads head_dim"],
     k_pool: Float[Array, "blocks block_size kv_heads head_dim"],
@@ -92,9 +95,19 @@ def paged_attention(
         in `block_tables`, `kv_lens` or `query_starts` that break what is said above.
     """
     _check(q, k_pool, v_pool, block_tables, kv_lens, query_starts)
-    _check_options(q, k_pool, causal, sliding_window, logit_soft_cap, sinks, k_scale, v_scale, max_query_len)
+    _check_extras(q, k_pool, sinks, k_scale, v_scale)
+    max_query_len = positive_int(_OP, "max_query_len", max_query_len)
+    if (sliding_window := positive_int(_OP, "sliding_window", sliding_window)) is not None:
+        if not causal:
+            raise ValueError(f"paged_attention: sliding_window={sliding_window} needs causal=True")
+        sliding_window = min(sliding_window, block_tables.shape[1] * k_pool.shape[1])  # else past int32, at some size
+    scale, logit_soft_cap = (
+        finite_float(_OP, name, x) for name, x in (("scale", scale), ("logit_soft_cap", logit_soft_cap))
+    )
+    if logit_soft_cap is not None and not logit_soft_cap >= _LEAST_SOFT_CAP:
+        raise ValueError(f"paged_attention: logit_soft_cap={logit_soft_cap} must be above 0, or None")
     spec = AttentionSpec(
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
         causal=causal,
         sliding_window=sliding_window,
         logit_soft_cap=logit_soft_cap,
@@ -114,23 +127,11 @@ def paged_attention(
     arrays = (q, k_pool, v_pool, block_tables, kv_lens, query_starts)
     extras = {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
     chosen = choose("paged_attention", IMPLEMENTATIONS, implementation, *arrays, spec, **extras)
-    out, lse = chosen.run(*jax.tree.map(_no_gradient, arrays), spec, **jax.tree.map(_no_gradient, extras))
+    if q.shape[0] == 0 or block_tables.shape[0] == 0:  # padding is all there is, and no kernel has a grid of 0
+        out, lse = jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
+    else:
+        out, lse = chosen.run(*arrays, spec, **extras)
     return (out, lse) if return_lse else out
-
-
-@jax.custom_vjp
-def _no_gradient(x: Array) -> Array:
-    return x
-
-
-def _refuse_gradient(*_: object) -> NoReturn:
-    raise ValueError(
-        "paged_attention is not differentiable: it reads a KV cache that a training step does not have; "
-        "use dense attention where you need gradients"
-    )
-
-
-_no_gradient.defvjp(_refuse_gradient, _refuse_gradient)
 
 
 def _check(q: Array, k_pool: Array, v_pool: Array, block_tables: Array, kv_lens: Array, query_starts: Array) -> None:
@@ -139,6 +140,12 @@ def _check(q: Array, k_pool: Array, v_pool: Array, block_tables: Array, kv_lens:
     for name, (x, rank) in ranks.items():
         if x.ndim != rank:
             raise ValueError(f"paged_attention: {name} must have {rank} dimensions, not shape {x.shape}")
+    for name, x, sizes in (
+        ("q", q, {"q_heads": 1, "head_dim": 2}),
+        ("k_pool", k_pool, {"blocks": 0, "block_size": 1, "kv_heads": 2, "head_dim": 3}),
+        ("block_tables", block_tables, {"table_width": 1}),
+    ):
+        check_sizes(_OP, name, x, sizes)
     if q.dtype not in _FLOATS:
         raise ValueError(f"paged_attention: q must be float32, bfloat16 or float16, not {q.dtype}")
     if k_pool.dtype not in _POOL_FLOATS:
@@ -167,24 +174,7 @@ def _check(q: Array, k_pool: Array, v_pool: Array, block_tables: Array, kv_lens:
         )
 
 
-def _check_options(
-    q: Array,
-    k_pool: Array,
-    causal: bool,
-    sliding_window: int | None,
-    logit_soft_cap: float | None,
-    sinks: Array | None,
-    k_scale: Array | None,
-    v_scale: Array | None,
-    max_query_len: int | None,
-) -> None:
-    for name, value in {"sliding_window": sliding_window, "max_query_len": max_query_len}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"paged_attention: {name}={value} must be at least 1, or None")
-    if not causal and sliding_window is not None:
-        raise ValueError(f"paged_attention: sliding_window={sliding_window} needs causal=True")
-    if logit_soft_cap is not None and not logit_soft_cap > 0:
-        raise ValueError(f"paged_attention: logit_soft_cap={logit_soft_cap} must be above 0, or None")
+def _check_extras(q: Array, k_pool: Array, sinks: Array | None, k_scale: Array | None, v_scale: Array | None) -> None:
     for name, x, size in (
         ("sinks", sinks, q.shape[1]),
         ("k_scale", k_scale, k_pool.shape[2]),

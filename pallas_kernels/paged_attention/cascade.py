@@ -14,11 +14,14 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.op import public_op
+from pallas_kernels.options import check_sizes, positive_int
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.paged_attention.debug import checked_tables
 from pallas_kernels.paged_attention.merge import merge_attention
 
 
+@public_op
 def cascade_attention(
     q: Float[Array, "tokens q_heads head_dim"],
     k_pool: Float[Array, "blocks block_size kv_heads head_dim"],
@@ -66,7 +69,9 @@ def cascade_attention(
     Raises:
       ValueError: as `paged_attention`; or shapes of the groups disagree, or there is a sliding window.
     """
-    _check(q, block_tables, kv_lens, query_starts, group_starts, prefix_lens, sliding_window, prefix_splits)
+    _check(q, k_pool, block_tables, kv_lens, query_starts, group_starts, prefix_lens, sliding_window)
+    splits = positive_int("cascade_attention", "prefix_splits", prefix_splits) or 1
+    max_query_len = positive_int("cascade_attention", "max_query_len", max_query_len)
     attend = functools.partial(
         paged_attention,
         scale=scale,
@@ -88,12 +93,16 @@ def cascade_attention(
         block_size=block_size,
         causal=True,
         max_query_len=max_query_len,
+        groups=(group_starts, prefix_lens),
     )
+    if tokens == 0 or kv_lens.shape[0] == 0:  # no pieces to make, nothing to merge
+        nothing = attend(q, *pools, block_tables, kv_lens, query_starts, sinks=sinks, max_query_len=max_query_len)
+        return nothing if return_lse else nothing[0]
     prefix_blocks = jnp.pad(prefix_lens // block_size, (0, 1))  # the last is of the sequences that are in no group
     pieces = _prefix_pieces(
-        block_tables, query_starts, group_starts, prefix_blocks, splits=prefix_splits, tokens=tokens, size=block_size
+        block_tables, query_starts, group_starts, prefix_blocks, splits=splits, tokens=tokens, size=block_size
     )
-    out, lse = attend(jnp.tile(q, (prefix_splits, 1, 1)), *pools, *pieces, causal=False)
+    out, lse = attend(jnp.tile(q, (splits, 1, 1)), *pools, *pieces, causal=False)
     out, lse = out.reshape(-1, tokens, q_heads, head_dim), lse.reshape(-1, tokens, q_heads)
 
     # A sink takes part in the softmax once: in the suffix, which every query has.
@@ -145,20 +154,24 @@ def _shift(block_tables: Array, blocks: Array) -> Array:
 
 def _check(
     q: Array,
+    k_pool: Array,
     block_tables: Array,
     kv_lens: Array,
     query_starts: Array,
     group_starts: Array,
     prefix_lens: Array,
     sliding_window: int | None,
-    prefix_splits: int,
 ) -> None:
     """What `paged_attention` can't see of a call, or would see too late."""
-    ranks: dict[str, tuple[Any, int]] = {"q": (q, 3), "block_tables": (block_tables, 2), "kv_lens": (kv_lens, 1)}
-    ranks |= {"query_starts": (query_starts, 1), "group_starts": (group_starts, 1), "prefix_lens": (prefix_lens, 1)}
+    ranks: dict[str, tuple[Any, int]] = {"q": (q, 3), "k_pool": (k_pool, 4), "block_tables": (block_tables, 2)}
+    ranks |= {"kv_lens": (kv_lens, 1), "query_starts": (query_starts, 1)}
+    ranks |= {"group_starts": (group_starts, 1), "prefix_lens": (prefix_lens, 1)}
     for name, (x, rank) in ranks.items():
         if x.ndim != rank:
             raise ValueError(f"cascade_attention: {name} must have {rank} dimensions, not shape {x.shape}")
+    check_sizes("cascade_attention", "q", q, {"q_heads": 1, "head_dim": 2})
+    check_sizes("cascade_attention", "k_pool", k_pool, {"blocks": 0, "block_size": 1, "kv_heads": 2, "head_dim": 3})
+    check_sizes("cascade_attention", "block_tables", block_tables, {"table_width": 1})
     for name, x in {"group_starts": group_starts, "prefix_lens": prefix_lens}.items():
         if x.dtype != jnp.int32:
             raise ValueError(f"cascade_attention: {name} must be int32, not {x.dtype}")
@@ -178,5 +191,3 @@ def _check(
             f"cascade_attention: sliding_window={sliding_window} is not served, since a window hides the prefix from "
             "some queries of a group only: use paged_attention"
         )
-    if prefix_splits < 1:
-        raise ValueError(f"cascade_attention: prefix_splits={prefix_splits} must be at least 1")

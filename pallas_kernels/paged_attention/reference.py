@@ -83,7 +83,7 @@ def paged_attention_reference(
         # Slots that nobody sees may hold anything, NaN included, and 0 * NaN is NaN.
         v = jnp.where(seen.any(axis=1)[:, :, None, None], v, 0)
         if k_scale is not None:
-            k = k * k_scale[None, None, :, None]
+            k = k * k_scale.astype(jnp.float32)[None, None, :, None]
         scores = jnp.einsum("nthgd,nchd->nhgtc", grouped, k, precision="highest")
         if spec.logit_soft_cap is not None:
             scores = spec.logit_soft_cap * jnp.tanh(scores / spec.logit_soft_cap)
@@ -103,11 +103,12 @@ def paged_attention_reference(
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)
         new_maximum = jnp.maximum(maximum, sinks)
-        decay = jnp.exp(maximum - new_maximum)
-        maximum, total = new_maximum, total * decay + jnp.exp(sinks - new_maximum)
+        finite = jnp.where(jnp.isneginf(new_maximum), 0, new_maximum)  # a sink of -inf is none
+        decay = jnp.exp(maximum - finite)
+        maximum, total = new_maximum, total * decay + jnp.exp(sinks - finite)
         acc = acc * decay[..., None]
     if v_scale is not None:
-        acc = acc * v_scale[None, :, None, None, None]
+        acc = acc * v_scale.astype(jnp.float32)[None, :, None, None, None]
     lse = maximum + jnp.log(total)
     out = acc / jnp.where(total > 0, total, 1)[..., None]
 

@@ -130,12 +130,40 @@ def test_the_prefix_is_read_from_the_first_members_table():
     np.testing.assert_allclose(attend(*case.arrays("float32"), *of_groups), expected, atol=5e-6)
 
 
-def test_debug_checks_see_a_prefix_that_reaches_into_the_queries():
-    case, starts, prefix = make_groups([(40, [(41, 1), (60, 1)])])
+BROKEN_GROUPS = {
+    "starts not from 0": ([1, 2, 3], [40, 16], r"group_starts must be non-decreasing from 0 to at most the 5 seq"),
+    "starts that fall": ([0, 3, 2], [40, 16], r"group_starts must be .* not \[0, 3, 2\]"),
+    "starts past the sequences": ([0, 2, 6], [40, 16], r"group_starts must be non-decreasing"),
+    "a negative prefix": ([0, 2, 3], [40, -8], r"prefix_lens\[1\] is -8"),
+    "a prefix past the table": ([0, 2, 2], [40, 900], r"prefix_lens\[1\] is 900, but a row of block_tables holds 0 to"),
+    "a prefix that reaches into the queries": (
+        [0, 2, 3],
+        [48, 16],
+        r"prefix_lens\[0\] is 48, but sequence 0 of that group has 40 tokens before its queries",
+    ),
+    "a prefix that is longer than a member": ([0, 1, 3], [40, 24], r"prefix_lens\[1\] is 24, but sequence 2 of that"),
+    "a member with other blocks": ([0, 3, 3], [16, 0], r"block_tables\[2, 0\] is \d+, but sequence 0, the first of"),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("broken", BROKEN_GROUPS)
+def test_debug_checks_see_broken_groups(broken, wrap):
+    starts, prefix, message = BROKEN_GROUPS[broken]
+    case, *of_groups = make_groups([(40, [(41, 1), (60, 1)]), (16, [(20, 1)])])  # and two rows of padding
+    broken_groups = (jnp.asarray(x, jnp.int32) for x in (starts, prefix))
     with debug_checks():
-        attend(*case.arrays("float32"), starts, prefix)
-        with pytest.raises(ValueError, match="sequence 0 has 1 queries but kv_lens of 0"):
-            cascade_attention(*case.arrays("float32"), starts, prefix + 8)
+        out = wrap(cascade_attention)(*case.arrays("float32"), *of_groups)
+        np.testing.assert_allclose(out, dense_attention(case)[0], atol=5e-6)
+        with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="cascade_attention: " + message):
+            wrap(cascade_attention)(*case.arrays("float32"), *broken_groups).block_until_ready()
+
+
+def test_debug_checks_name_the_op_that_was_called():
+    case, *of_groups = make_groups([(40, [(41, 1), (60, 1)])])
+    case.block_tables[1, 6] = 99
+    with debug_checks(), pytest.raises(ValueError, match=r"cascade_attention: block_tables\[1, 6\] is 99"):
+        cascade_attention(*case.arrays("float32"), *of_groups)
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "triton"])
@@ -171,6 +199,7 @@ def test_on_a_gpu(groups, implementation, splits):
     [
         ({"sliding_window": 16}, "sliding_window=16 is not served"),
         ({"prefix_splits": 0}, "prefix_splits=0 must be at least 1"),
+        ({"prefix_splits": 1.5}, "prefix_splits=1.5 must be an int"),
         ({"group_starts": jnp.zeros((2, 1), jnp.int32)}, "group_starts must have 1 dimensions"),
         ({"group_starts": jnp.zeros(3, jnp.int32)}, "group_starts must have 2 entries, not 3"),
         ({"prefix_lens": jnp.zeros(1)}, "prefix_lens must be int32, not float32"),

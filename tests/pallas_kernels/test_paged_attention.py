@@ -93,6 +93,37 @@ def test_features(feature, implementation):
     check(case, implementation, **FEATURES[feature])
 
 
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31, 10**30, np.int64(2**40)])
+def test_a_window_may_be_of_any_size(window, implementation):
+    case = make_case(np.random.default_rng(11), [40, 9], [5, 1])
+    whole, windowed = (
+        paged_attention(*case.arrays("float32"), implementation=implementation, **options)
+        for options in ({}, {"sliding_window": window})
+    )
+    np.testing.assert_allclose(windowed, whole, atol=1e-6)
+
+
+def test_options_may_be_numpy_scalars(implementation):
+    case = make_case(np.random.default_rng(12), [40, 9], [1, 1])
+    options = {"scale": np.float32(0.5), "logit_soft_cap": np.float32(4), "sliding_window": np.int32(8)}
+    check(case, implementation, **options, max_query_len=np.int64(1))
+
+
+@pytest.mark.parametrize("max_query_len", [None, 1])
+def test_sinks_of_minus_infinity_are_none(max_query_len, implementation):
+    """Also of a sequence without keys, where nothing at all takes part in the softmax."""
+    case = make_case(np.random.default_rng(13), [40, 9], [1, 1], padding_rows=1, padding_tokens=1)
+    case.query_starts[-1] += 1  # the padding row gets a query, of 0 keys
+    case.q[2] = 1
+    options = {"causal": False, "max_query_len": max_query_len, "return_lse": True, "implementation": implementation}
+    out, lse = paged_attention(*case.arrays("float32"), sinks=jnp.full(4, -jnp.inf), **options)
+    without, without_lse = paged_attention(*case.arrays("float32"), **options)
+    assert not np.asarray(out[2]).any()
+    assert np.isneginf(lse[2]).all()
+    np.testing.assert_allclose(out, without, atol=1e-6)
+    np.testing.assert_allclose(lse, without_lse, atol=1e-6)
+
+
 def test_what_a_window_hides_may_be_poisoned(implementation):
     case = make_case(np.random.default_rng(8), [100, 70], [3, 1], table_slack=0)
     for i, (n, queries) in enumerate([(100, 3), (70, 1)]):
@@ -153,6 +184,13 @@ def test_runs_inside_the_users_jit(implementation):
         ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
         ({"sliding_window": 8, "causal": False}, "sliding_window=8 needs causal=True"),
         ({"max_query_len": -1}, "max_query_len=-1 must be at least 1"),
+        ({"sliding_window": 2.5}, "sliding_window=2.5 must be an int"),
+        ({"max_query_len": "1"}, "max_query_len='1' must be an int"),
+        ({"logit_soft_cap": float("inf")}, "logit_soft_cap=inf must be finite"),
+        ({"logit_soft_cap": 1e-300}, "logit_soft_cap=1e-300 must be above 0"),
+        ({"scale": float("nan")}, "scale=nan must be finite"),
+        ({"scale": 1e300}, r"scale=1e\+300 must be finite in float32"),
+        ({"scale": "big"}, "scale='big' must be a number"),
         ({"logit_soft_cap": 0.0}, "logit_soft_cap=0.0 must be above 0"),
         ({"sinks": jnp.zeros(2)}, r"sinks must have shape \(4,\)"),
         ({"k_scale": jnp.zeros(4)}, r"k_scale must have shape \(2,\)"),

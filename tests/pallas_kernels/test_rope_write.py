@@ -195,7 +195,6 @@ FP8 = {"pool_dtype": jnp.float8_e4m3fn}
         (80, FP8, "float8_e4m3fn pools need sm_89 or newer, not sm_80"),
         (86, FP8, "not sm_86"),
         (89, FP8, None),
-        (90, {"pool_dtype": jnp.float8_e5m2}, "not float8_e5m2"),
         (90, {**FP8, "blocks": 2**17}, None),  # 2 GiB
         (90, {**FP8, "blocks": 2**17 + 1}, "can't address a float8_e4m3fn array of 2 to 4 GiB"),
         (90, {**FP8, "blocks": 2**18}, "of 2 to 4 GiB"),
