@@ -1,4 +1,4 @@
-"""Checks of what is known of a call at trace time: options and sizes."""
+"""Checks of what is known of a call at trace time: options, sizes, and the dtype of the pools."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 _LARGEST = float(np.finfo(np.float32).max)
+_POOL_FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
 
 
 def positive_int(op: str, name: str, value: Any) -> int | None:
@@ -36,6 +38,12 @@ def finite_float(op: str, name: str, value: Any) -> float | None:
     if not abs(number) <= _LARGEST:
         raise ValueError(f"{op}: {name}={number} must be finite in float32, or None")
     return number
+
+
+def check_pool_dtype(op: str, k_pool: Array) -> None:
+    """Raises ValueError unless pools may have the dtype of `k_pool`."""
+    if k_pool.dtype not in _POOL_FLOATS:
+        raise ValueError(f"{op}: k_pool must be float32, bfloat16, float16 or float8_e4m3fn, not {k_pool.dtype}")
 
 
 def check_sizes(op: str, name: str, x: Array, dimensions: Mapping[str, int]) -> None:

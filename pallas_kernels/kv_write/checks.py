@@ -5,9 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.options import check_sizes
-
-_POOL_FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
+from pallas_kernels.options import check_pool_dtype, check_sizes
 
 
 def check_pools(op: str, k_pool: Array, v_pool: Array) -> None:
@@ -17,8 +15,7 @@ def check_pools(op: str, k_pool: Array, v_pool: Array) -> None:
             f"{op}: the pools must be [blocks, block_size, kv_heads, head_dim] and agree: k_pool is "
             f"{k_pool.dtype}{k_pool.shape}, v_pool {v_pool.dtype}{v_pool.shape}"
         )
-    if k_pool.dtype not in _POOL_FLOATS:
-        raise ValueError(f"{op}: k_pool must be float32, bfloat16, float16 or float8_e4m3fn, not {k_pool.dtype}")
+    check_pool_dtype(op, k_pool)
     check_sizes(op, "k_pool", k_pool, {"blocks": 0, "block_size": 1, "kv_heads": 2, "head_dim": 3})
 
 

@@ -9,14 +9,13 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import Implementation, choose, serves_all
 from pallas_kernels.op import public_op
-from pallas_kernels.options import check_sizes, finite_float, positive_int
+from pallas_kernels.options import check_pool_dtype, check_sizes, finite_float, positive_int
 from pallas_kernels.paged_attention import mosaic, triton
 from pallas_kernels.paged_attention.debug import checked_tables
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.spec import AttentionSpec
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
-_POOL_FLOATS = (*_FLOATS, jnp.float8_e4m3fn)
 _LEAST_SOFT_CAP = float(jnp.finfo(jnp.float32).tiny)  # scores are divided by it
 _OP = "paged_attention"
 
@@ -148,10 +147,7 @@ def _check(q: Array, k_pool: Array, v_pool: Array, block_tables: Array, kv_lens:
         check_sizes(_OP, name, x, sizes)
     if q.dtype not in _FLOATS:
         raise ValueError(f"paged_attention: q must be float32, bfloat16 or float16, not {q.dtype}")
-    if k_pool.dtype not in _POOL_FLOATS:
-        raise ValueError(
-            f"paged_attention: k_pool must be float32, bfloat16, float16 or float8_e4m3fn, not {k_pool.dtype}"
-        )
+    check_pool_dtype(_OP, k_pool)
     for name, x in {"block_tables": block_tables, "kv_lens": kv_lens, "query_starts": query_starts}.items():
         if x.dtype != jnp.int32:
             raise ValueError(f"paged_attention: {name} must be int32, not {x.dtype}")
