@@ -75,6 +75,9 @@ class BlockPool:
             self._block_of[key] = block
             self._key_of[block] = key
 
+    def is_published(self, block: int) -> bool:
+        return block in self._key_of
+
     def find(self, key: bytes) -> int | None:
         """The block published under a key, in use or idle."""
         return self._block_of.get(key)

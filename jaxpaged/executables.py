@@ -3,7 +3,8 @@
 A step is two executables that run back to back: `forward` (KV write, attention, logits of each row's last token;
 the pool is donated) and `sample`. Apart, because requests with logit edits or penalties pass through
 `logit_passes` between the two, and the variants of sampling must not multiply the large executables. Prompt
-log-probabilities are a third one, run only for steps that ask for them.
+log-probabilities are a third one, run only for steps that ask for them; block copies a fourth, before `forward`, for
+steps that have any.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jaxpaged import batch
 from jaxpaged.batch import Bucket, StepInputs, StepShape
-from jaxpaged.kv_cache import KVCache, PagedAttend
+from jaxpaged.kv_cache import KVCache, LayerKV, PagedAttend
 from jaxpaged.sampler import Rating, SampleOutput, SamplingInputs, rate, sample
 from jaxpaged.startup import StartupTimes
+from pallas_kernels import copy_blocks
 
+_FEW_COPIES = 16
 _LOGPROB_CHUNK = 64  # prompt tokens whose logits are held at once
 
 
@@ -66,6 +69,11 @@ class StepFunctions:
         hidden, cache = self._apply(params, tokens, x.positions, cache, attend)
         logits = self._apply(params, hidden[x.last_tokens], method="logits")
         return ForwardOutput(hidden, logits, _sampling_inputs(x), cache)
+
+    def copy_blocks(self, cache: KVCache, pairs: Int32[Array, "2 pairs"]) -> KVCache:
+        """Copies blocks `pairs[0]` over blocks `pairs[1]` in all layers; a destination past the pool is padding."""
+        self.traces["copy_blocks"] += 1
+        return tuple(LayerKV(*copy_blocks(kv.k, kv.v, pairs[0], pairs[1])) for kv in cache)
 
     def sample(self, raw: Array, edited: Array, sampling: SamplingInputs) -> tuple[Array, SampleOutput]:
         """Token ids by row, padded to `max_rows` (the next step's `previous`), and all that was sampled."""
@@ -107,7 +115,8 @@ def _sampling_inputs(x: StepInputs) -> SamplingInputs:
 
 
 class Executables:
-    """Compiled step functions: `forward` by bucket, `sample` by rows, `prompt_logprobs` by tokens."""
+    """Compiled step functions: `forward` by bucket, `sample` by rows, `prompt_logprobs` by tokens, `copy_blocks` by
+    pairs."""
 
     def __init__(
         self,
@@ -121,7 +130,7 @@ class Executables:
         params, cache = _abstract(params), _abstract(cache)
         # Tracing takes one core, compiling as many as there are.
         with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            forward, sample, prompt_logprobs = {}, {}, {}
+            forward, sample, prompt_logprobs, copy_blocks = {}, {}, {}, {}
             with startup.phase("tracing"):
                 for bucket in buckets:
                     lowered = lower_forward(functions, params, cache, bucket)
@@ -133,10 +142,20 @@ class Executables:
                     if not bucket.decode:
                         lowered = jax.jit(functions.prompt_logprobs).lower(params, out.hidden, _ints(bucket.tokens))
                         prompt_logprobs[bucket.tokens] = pool.submit(lowered.compile)
+                for size in _copy_sizes(functions.max_rows):
+                    pairs = jax.ShapeDtypeStruct((2, size), jnp.int32)
+                    lowered = jax.jit(functions.copy_blocks, donate_argnames="cache").lower(cache, pairs)
+                    copy_blocks[size] = pool.submit(lowered.compile)
             with startup.phase("compiling"):
                 self.forward = {key: future.result() for key, future in forward.items()}
                 self.sample = {key: future.result() for key, future in sample.items()}
                 self.prompt_logprobs = {key: future.result() for key, future in prompt_logprobs.items()}
+                self.copy_blocks = {key: future.result() for key, future in copy_blocks.items()}
+
+
+def _copy_sizes(max_rows: int) -> list[int]:
+    """Numbers of pairs to compile for, ascending: few for a fork, and one for each row of a step."""
+    return sorted({min(_FEW_COPIES, max_rows), max_rows})
 
 
 def lower_forward(functions: StepFunctions, params: Any, cache: KVCache, bucket: Bucket) -> jax.stages.Lowered:

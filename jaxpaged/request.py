@@ -44,6 +44,7 @@ class Sequence:
         "block_keys",
         "block_table",
         "cache_epoch",
+        "has_shared_end",
         "in_flight_row",
         "max_tokens",
         "needs_host_history",
@@ -77,6 +78,8 @@ class Sequence:
         self.needs_host_history = request.params.needs_host_history
         """As `SamplingParams.needs_host_history`, looked up once."""
         self.block_table = array("i")
+        self.has_shared_end = False
+        """Whether its last block may be shared with sequences that go on in it too; see `BlockManager.fork`."""
         self.block_keys: list[bytes] = []
         """Of its full blocks, as far as the block manager has hashed them."""
         self.cache_epoch = 0

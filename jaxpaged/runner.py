@@ -96,6 +96,8 @@ class Runner:
         bucket = self._buckets.fit(plan.num_tokens, len(plan.rows))
         self.steps_by_bucket[bucket] += 1
         self.tokens_by_bucket[bucket] += plan.num_tokens
+        if plan.copies:
+            self._copy_blocks(plan.copies)
         buffer = jax.device_put(batch.pack(plan, bucket, self._functions.shape))
         out = self._executables.forward[bucket](self._params, self._cache, buffer, self._previous)
         self._cache = out.cache
@@ -109,6 +111,14 @@ class Runner:
             prompt = self._executables.prompt_logprobs[bucket.tokens](self._params, out.hidden, targets)
         wants_top = any(row.samples and row.sequence.request.params.logprobs for row in plan.rows)
         return StepHandle(plan, sampled, prompt, wants_top)
+
+    def _copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """Starts the copies of a step, which its rows read and write afterwards."""
+        size = next(size for size in self._executables.copy_blocks if size >= len(copies))  # one a row at most
+        pairs = np.zeros((2, size), np.int32)
+        pairs[1] = self._cache[0].k.shape[0]  # padding goes past the pool
+        pairs[:, : len(copies)] = np.transpose(copies)
+        self._cache = self._executables.copy_blocks[size](self._cache, jax.device_put(pairs))
 
     def recover(self) -> None:
         """Makes the pool usable again after `dispatch` broke off, which may have given it away; its KV is lost."""

@@ -45,6 +45,8 @@ class StepPlan(NamedTuple):
     num_blocks_used: int
     num_tokens_held: int
     """Tokens whose KV is in the pool after the step, each slot counted once."""
+    copies: tuple[tuple[int, int], ...] = ()
+    """(source, destination) of the blocks to copy before the step writes; no block is both."""
 
 
 class Scheduler:
@@ -126,7 +128,8 @@ class Scheduler:
                 continue  # nothing can be computed before its token in flight was read
             if end - computed > budget:
                 end = computed + budget
-            if end > len(sequence.block_table) * block_size and not self._make_room(sequence, end):
+            needs_blocks = end > len(sequence.block_table) * block_size or sequence.has_shared_end
+            if needs_blocks and not self._make_room(sequence, end):
                 break
             budget -= end - computed
             rows.append(self._take(sequence, end, len(rows)))
@@ -135,9 +138,11 @@ class Scheduler:
         if not rows:
             return None
         num_tokens = self.config.max_num_batched_tokens - budget
-        # Shared blocks are full, so what all tables lack in tokens is what the blocks in use lack.
-        unfilled = self.blocks.num_entries * block_size - self._num_held
-        return StepPlan(rows, num_tokens, self.blocks.num_used, self.blocks.num_used * block_size - unfilled)
+        copies = self.blocks.take_copies()
+        # What all tables lack in tokens is what the blocks in use lack, but for the blocks that forks share.
+        unfilled = self.blocks.num_entries * block_size - self._num_held - self.blocks.num_overcounted
+        used = self.blocks.num_used
+        return StepPlan(rows, num_tokens, used, used * block_size - unfilled, copies)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless queues, tables and reference counts agree."""

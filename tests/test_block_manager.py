@@ -137,3 +137,137 @@ def test_without_prefix_caching_nothing_is_found():
     blocks = BlockManager(num_blocks=8, block_size=16, caches_prefixes=False)
     fill(blocks, make_sequence(TOKENS[:50]), 50)
     assert not blocks.find_prefix(make_sequence(TOKENS[:50]))
+
+
+def forked(blocks: BlockManager, parent, count: int) -> list:
+    children = [make_sequence(parent.token_ids.tolist()) for _ in range(count)]
+    for child in children:
+        blocks.fork(parent, child)
+        child.num_computed = parent.num_computed
+        blocks.check_integrity()
+    return children
+
+
+def write(blocks: BlockManager, sequence) -> bool:
+    """Makes room for the sequence's next token, and computes it."""
+    grown = blocks.grow(sequence, sequence.num_computed + 1)
+    sequence.num_computed += grown
+    blocks.check_integrity()
+    return grown
+
+
+def test_a_fork_shares_every_block_and_takes_none():
+    blocks = BlockManager(num_blocks=3, block_size=16)
+    parent = make_sequence(40)
+    fill(blocks, parent, 40)
+    children = forked(blocks, parent, 5)
+    assert all(child.block_table == parent.block_table for child in children)
+    assert (blocks.num_used, blocks.num_entries) == (3, 18)
+    assert blocks.take_copies() == ()
+    for sequence in (parent, *children):
+        blocks.free(sequence)
+        blocks.check_integrity()
+    assert (blocks.num_used, blocks.num_overcounted) == (0, 0)
+
+
+def test_writers_copy_the_last_block_alone_and_the_last_of_them_writes_in_place():
+    blocks = BlockManager(num_blocks=8, block_size=16)
+    parent = make_sequence(40)
+    fill(blocks, parent, 40)
+    shared = parent.block_table.tolist()
+    first, second = forked(blocks, parent, 2)
+    assert write(blocks, parent)
+    assert write(blocks, first)
+    assert write(blocks, second)
+    copies = blocks.take_copies()
+    assert copies == ((shared[2], parent.block_table[2]), (shared[2], first.block_table[2]))
+    assert second.block_table.tolist() == shared
+    assert parent.block_table[:2].tolist() == first.block_table[:2].tolist() == shared[:2]
+    assert len({s.block_table[2] for s in (parent, first, second)}) == 3
+    for sequence in (parent, first, second):
+        assert write(blocks, sequence)
+    assert blocks.take_copies() == ()
+    assert blocks.num_used == 5
+
+
+def test_a_fork_at_the_end_of_a_block_copies_nothing():
+    blocks = BlockManager(num_blocks=8, block_size=16)
+    parent = make_sequence(32)
+    fill(blocks, parent, 32)
+    (child,) = forked(blocks, parent, 1)
+    assert write(blocks, parent)
+    assert write(blocks, child)
+    assert blocks.take_copies() == ()
+    assert (blocks.num_used, parent.block_table[:2]) == (4, child.block_table[:2])
+
+
+def test_without_a_block_for_the_copy_nothing_changes():
+    blocks = BlockManager(num_blocks=2, block_size=16)
+    parent = make_sequence(20)
+    fill(blocks, parent, 20)
+    (child,) = forked(blocks, parent, 1)
+    assert not write(blocks, child)
+    assert child.block_table == parent.block_table
+    blocks.free(parent)
+    assert write(blocks, child)  # alone it needs no copy
+    assert blocks.take_copies() == ()
+
+
+def test_a_source_given_up_in_the_same_plan_is_not_handed_out_in_it():
+    blocks = BlockManager(num_blocks=3, block_size=16)
+    parent = make_sequence(20)
+    fill(blocks, parent, 20)
+    source = parent.block_table[1]
+    (child,) = forked(blocks, parent, 1)
+    assert write(blocks, parent)
+    blocks.free(child)
+    assert blocks.num_free == 0
+    assert blocks.take_copies() == ((source, parent.block_table[1]),)
+    blocks.check_integrity()
+    assert blocks.num_free == 1
+
+
+def test_a_copy_for_a_sequence_that_is_gone_is_not_made():
+    blocks = BlockManager(num_blocks=4, block_size=16)
+    parent = make_sequence(20)
+    fill(blocks, parent, 20)
+    first, second = forked(blocks, parent, 2)
+    assert write(blocks, first)
+    blocks.free(first)
+    blocks.check_integrity()
+    assert blocks.take_copies() == ()
+    assert write(blocks, second)
+    blocks.free(parent)
+    blocks.free(second)
+    blocks.check_integrity()
+    assert (blocks.num_free, blocks.take_copies()) == (4, ())
+
+
+def test_what_forks_share_is_published_once_and_what_they_write_by_each():
+    blocks = BlockManager(num_blocks=8, block_size=16)
+    parent = make_sequence(TOKENS[:30])
+    assert blocks.grow(parent, 30)
+    parent.num_computed = 30
+    blocks.publish(parent)
+    (child,) = forked(blocks, parent, 1)
+    for sequence, token in ((parent, 7), (child, 8)):
+        sequence.token_ids.extend([token] * 2)
+        assert blocks.grow(sequence, 32)
+        sequence.num_computed = 32
+        blocks.publish(sequence)
+        blocks.check_integrity()
+        assert blocks.find_prefix(make_sequence([*sequence.token_ids, 0])) == sequence.block_table.tolist()
+    assert parent.block_table[0] == child.block_table[0]
+    assert parent.block_table[1] != child.block_table[1]
+
+
+def test_a_full_block_that_forks_share_may_be_published_by_either():
+    blocks = BlockManager(num_blocks=8, block_size=16)
+    parent = make_sequence(TOKENS[:20])
+    assert blocks.grow(parent, 20)
+    parent.num_computed = 20  # and not published yet, as the blocks of a decode are not until its tokens were read
+    (child,) = forked(blocks, parent, 1)
+    blocks.publish(child)
+    blocks.publish(parent)
+    blocks.check_integrity()
+    assert blocks.find_prefix(make_sequence(TOKENS[:20])) == parent.block_table[:1].tolist()
