@@ -358,10 +358,11 @@ class AsyncEngine:
         """Notes how far requests have come; returns those whose readers are to be woken."""
         news = []
         for completion in advanced:
-            stream = self._streams.get(completion.sequence.request.request_id)
-            if stream is None or stream.completion is not completion:
+            request = completion.sequence.request
+            stream = self._streams.get(request.request_id)
+            if stream is None or stream.completion is None or stream.completion.sequence.request is not request:
                 continue
-            if completion.finish_reason is not None:
+            if completion.finish_reason is not None and stream.completion.request_finished:
                 self._end(stream, stream.output())
             elif stream.only_final or stream.abandoned:
                 continue
@@ -457,8 +458,7 @@ class _Stream:
     def num_read(self) -> int:
         """Output tokens that the engine has read so far."""
         assert self.completion is not None, "the engine does not have it yet"
-        sequence = self.completion.sequence
-        return len(sequence.token_ids) - sequence.num_prompt_tokens
+        return self.completion.num_read
 
     async def next_output(self) -> RequestOutput:
         """The newest output, once there is one that was not read yet; or raises what ended the request."""
@@ -468,7 +468,7 @@ class _Stream:
             if self.last is not None:
                 return self.last
             if self.num_tokens > self._num_seen and (output := self._whole_output()) is not None:
-                self._num_seen = len(output.outputs[0].token_ids)
+                self._num_seen = sum(len(completion.token_ids) for completion in output.outputs)
                 return output
             self.waiter = asyncio.get_running_loop().create_future()
             try:
@@ -484,12 +484,13 @@ class _Stream:
         """The output of the noted state, made beside the step's thread; None if that was just changing it.
 
         A completion changes when a token is read, which the sequence gets first, or when it is aborted, which its
-        `finish_reason` tells first: a state with the noted number of tokens that has not ended is whole. If it is not,
-        the reader will be woken in a moment, since what changes is news.
+        `finish_reason` tells first: a state with the noted number of tokens where nothing was aborted is whole. (The
+        last state comes by itself.) If it is not, the reader will be woken in a moment, since what changes is news.
         """
         noted = self.num_tokens
         output = self.output()
-        return output if noted == self.num_read() and not output.finished else None
+        aborted = any(completion.finish_reason == "abort" for completion in output.outputs)
+        return output if noted == self.num_read() and not output.finished and not aborted else None
 
 
 def _dead(error: BaseException) -> EngineDeadError:

@@ -3,6 +3,8 @@
 Three stages: `Buckets.fit` picks the padded shape; `pack` (host, numpy) writes every field into one int32 buffer;
 `unpack` slices the buffer into `StepInputs` again, inside the jitted step (or on the host: it only slices).
 
+A row without tokens samples from the logits of the row before it: its last token is that one's.
+
 Padding is inert: padded tokens write to a slot past the pool, padded rows have no tokens, padded table entries are
 the null block.
 """
@@ -90,9 +92,9 @@ class Buckets:
     def largest(self) -> Bucket:
         return self.all[0]
 
-    def fit(self, num_tokens: int, num_rows: int) -> Bucket:
+    def fit(self, num_tokens: int, num_rows: int, num_empty_rows: int = 0) -> Bucket:
         """The smallest bucket that holds a step."""
-        candidates = self.decode if num_tokens == num_rows else self.mixed
+        candidates = self.decode if num_tokens == num_rows and not num_empty_rows else self.mixed
         for bucket in candidates:
             if bucket.tokens >= num_tokens and bucket.rows >= num_rows:
                 return bucket
@@ -147,6 +149,8 @@ def pack(plan: StepPlan, bucket: Bucket, shape: StepShape) -> np.ndarray:
     x.query_starts[1 : num_rows + 1] = counts.cumsum()
     x.query_starts[num_rows + 1 :] = num_tokens
     x.kv_lens[:num_rows] = x.sample_positions[:num_rows] = starts + counts
+    if plan.num_empty_rows:
+        x.kv_lens[:num_rows][counts == 0] = 0  # they attend to nothing
     first, last = x.query_starts[:num_rows], x.query_starts[1 : num_rows + 1] - 1
 
     x.sources[:] = -1
@@ -172,16 +176,15 @@ def _copy_rows(plan: StepPlan, x: StepInputs, table_width: int) -> None:
     sampling = []
     for sequence, start, count, samples, source in plan.rows:
         known = count if source < 0 else count - 1
-        if known:
+        if known > 0:
             tokens[token : token + known] = sequence.token_ids[start : start + known]
         token += count
         table = sequence.block_table
         tables[entry : entry + len(table)] = table
         entry += table_width
-        request = sequence.request
-        sampling.append(request.sampling_words)
-        if samples and request.params.logprobs:
-            num_logprobs = max(num_logprobs, request.params.logprobs)
+        sampling.append(sequence.sampling_words)
+        if samples and sequence.request.params.logprobs:
+            num_logprobs = max(num_logprobs, sequence.request.params.logprobs)
     x.sampling[: len(sampling)] = np.frombuffer(b"".join(sampling), np.int32).reshape(-1, _SAMPLING_WORDS)
     x.num_logprobs[0] = num_logprobs
 

@@ -127,7 +127,7 @@ class BlockManager:
         if sequence.cache_epoch != self._epoch:
             sequence.cache_epoch = self._epoch
             sequence.block_keys.clear()
-        if not self._caches_prefixes or sequence.request.params.prompt_logprobs is not None:
+        if not self._caches_prefixes or sequence.wants_prompt_logprobs:
             return []  # each prompt token's distribution is wanted, so each is computed
         found = []
         for index in range((len(sequence.token_ids) - 1) // self.block_size):

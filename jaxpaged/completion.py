@@ -24,15 +24,27 @@ class TokenRating(NamedTuple):
 
 
 class Completion:
-    """Follows one sequence as its tokens are read, and decides when it ends."""
+    """Follows one sequence as its tokens are read, and decides when it ends.
+
+    The first completion of a request for several samples stands for the request: it holds the `others`.
+    """
 
     def __init__(
-        self, sequence: Sequence, prompt: str | None, tokenizer: Tokenizer | None, eos_token_ids: Ids[int]
+        self,
+        sequence: Sequence,
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: Ids[int],
+        others: Ids[Completion] = (),
     ) -> None:
-        """Without a tokenizer the completion has no text, whatever the request asks for."""
+        """Without a tokenizer the completion has no text, whatever the request asks for.
+
+        Args: `others` are the request's completions with the indices 1, 2, ..., which only the first one gets.
+        """
         request = sequence.request
         params = request.params
         self.sequence = sequence
+        self.others = tuple(others)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._prompt = prompt
@@ -52,8 +64,24 @@ class Completion:
         self._num_taken = 0  # pieces that take_text has handed out
         self._cumulative_logprob = 0.0
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
-        unrated: list[TokenLogprobs | None] = [None] * sequence.num_prompt_tokens
-        self._prompt_logprobs = None if params.prompt_logprobs is None else unrated
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if sequence.wants_prompt_logprobs:
+            self._prompt_logprobs = [None for _ in range(sequence.num_prompt_tokens)]
+
+    @property
+    def all(self) -> tuple[Completion, ...]:
+        """It and the `others`: of the first one, all of the request."""
+        return (self, *self.others)
+
+    @property
+    def request_finished(self) -> bool:
+        """Whether `all` have ended."""
+        return self.finish_reason is not None and all(c.finish_reason is not None for c in self.others)
+
+    @property
+    def num_read(self) -> int:
+        """Output tokens read so far, of `all`."""
+        return sum(len(c.sequence.token_ids) - c.sequence.num_prompt_tokens for c in self.all)
 
     def append(self, token_id: int, rating: TokenRating) -> bool:
         """Takes in the sequence's newest token; True if it ends the completion."""
@@ -95,26 +123,29 @@ class Completion:
         return "".join(new)
 
     def output(self) -> RequestOutput:
-        """The request as far as it has come."""
+        """The request as far as it has come, told by its first completion."""
         sequence = self.sequence
-        completion = CompletionOutput(
-            index=0,
-            text="".join(self._pieces),
-            token_ids=sequence.output_token_ids,
-            cumulative_logprob=self._cumulative_logprob,
-            logprobs=None if self._logprobs is None else list(self._logprobs),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
+        outputs = [completion._output() for completion in self.all]
         return RequestOutput(
             request_id=sequence.request.request_id,
             prompt=self._prompt,
             prompt_token_ids=list(sequence.request.prompt_token_ids),
             prompt_logprobs=None if self._prompt_logprobs is None else list(self._prompt_logprobs),
-            outputs=[completion],
-            finished=self.finish_reason is not None,
-            num_preemptions=sequence.num_preemptions,
+            outputs=outputs,
+            finished=all(output.finish_reason is not None for output in outputs),
+            num_preemptions=sum(completion.sequence.num_preemptions for completion in self.all),
             num_cached_tokens=sequence.num_cached,
+        )
+
+    def _output(self) -> CompletionOutput:
+        return CompletionOutput(
+            index=self.sequence.index,
+            text="".join(self._pieces),
+            token_ids=self.sequence.output_token_ids,
+            cumulative_logprob=self._cumulative_logprob,
+            logprobs=None if self._logprobs is None else list(self._logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
         )
 
     def _match(self, piece: str) -> str:

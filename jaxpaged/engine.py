@@ -53,7 +53,7 @@ class Engine:
         self._eos_token_ids = tuple(eos_token_ids)
         self._seed = seed
         self._max_logprobs = max_logprobs
-        self._completions: dict[str, Completion] = {}
+        self._completions: dict[str, Completion] = {}  # of each request the first
         self._num_requests = 0
         self._in_flight: StepHandle | None = None
         self._stats = _PoolStats()
@@ -75,10 +75,14 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._completions)
 
+    def is_running(self, request_id: str) -> bool:
+        """Whether a request of this id has been added and has not ended."""
+        return request_id in self._completions
+
     def add_request(
         self, request_id: str, prompt: str | Ids[int], params: SamplingParams, cache_salt: str | None = None
     ) -> Completion:
-        """Queues a request; its completion fills as `step` is called.
+        """Queues a request; its completion, the first one of several, fills as `step` is called.
 
         Args:
           request_id: unique among the running ones.
@@ -101,12 +105,8 @@ class Engine:
             self._mend()
             if request_id in self._completions:
                 raise ValueError(f"request_id={request_id!r} is in use by a request that still runs; choose another")
-            request = self._request(request_id, token_ids, params, cache_salt)
-            completion = Completion(
-                Sequence(request),
-                prompt if isinstance(prompt, str) else None,
-                self.tokenizer if params.detokenize else None,
-                self._eos_token_ids,
+            completion = self._completion(
+                self._request(request_id, token_ids, params, cache_salt), prompt if isinstance(prompt, str) else None
             )
             with self._whole_change():
                 self.scheduler.add(completion.sequence)
@@ -120,9 +120,10 @@ class Engine:
             self._mend()
             if request_id in self._completions:
                 with self._whole_change():
-                    completion = self._completions.pop(request_id)
-                    completion.finish("abort")
-                    self.scheduler.finish(completion.sequence)
+                    for completion in self._completions.pop(request_id).all:
+                        if completion.finish_reason is None:
+                            completion.finish("abort")
+                            self.scheduler.finish(completion.sequence)
 
     def step(self) -> list[Completion]:
         """Dispatches a step, reads the one before, and returns the completions that it advanced.
@@ -208,9 +209,10 @@ class Engine:
             setattr(self.scheduler, counter, getattr(old, counter))
         self._in_flight = None
         self.runner.recover()
-        for completion in self._completions.values():
-            if completion.finish_reason is None:
-                completion.finish("abort")
+        for first in self._completions.values():
+            for completion in first.all:
+                if completion.finish_reason is None:
+                    completion.finish("abort")
         self._completions = {}
         self._is_whole = True
 
@@ -224,37 +226,54 @@ class Engine:
         # The arrays are padded, and may be longer than the rows.
         for row, token_id, rating in zip(plan.rows, result.token_ids.tolist(), ratings, strict=False):
             sequence = row.sequence
-            completion = self._completions.get(sequence.request.request_id)
-            if completion is not None and completion.sequence is sequence:
+            completion = first = self._completions.get(sequence.request.request_id)
+            if first is not None and sequence.index:
+                completion = next(iter(first.others[sequence.index - 1 : sequence.index]), None)
+            if first is None or completion is None or completion.sequence is not sequence:
+                pass  # its request was aborted, or has ended; another one may have its id
+            elif completion.finish_reason is None:
                 if result.prompt is not None and wants_prompt_logprobs(row):
                     _rate_prompt(completion, row, result.prompt, offset)
                 if row.samples:
                     self.scheduler.append(sequence, token_id)
                     if completion.append(token_id, rating):
                         self.scheduler.finish(sequence)
-                        del self._completions[sequence.request.request_id]
+                        if first.request_finished:
+                            del self._completions[sequence.request.request_id]
                     advanced.append(completion)
             offset += row.count
         return advanced
+
+    def _completion(self, request: Request, prompt: str | None) -> Completion:
+        """The first completion of a request, and all the others that it wants."""
+        params = request.params
+        seed = self._seed_of(params, request.arrival)
+        others = [
+            Sequence(request, i, batch.sampling_words(params, seed + i, self.vocab_size)) for i in range(1, params.n)
+        ]
+        first = Sequence(request)
+        first.unforked = others.copy()
+        tokenizer, eos = self.tokenizer if params.detokenize else None, self._eos_token_ids
+        return Completion(first, prompt, tokenizer, eos, [Completion(other, None, tokenizer, eos) for other in others])
 
     def _request(
         self, request_id: str, token_ids: list[int], params: SamplingParams, cache_salt: str | None
     ) -> Request:
         arrival = self._num_requests
-        words = params.seed_words
-        seed = self._own_seed(arrival) if words is None else words[0] << 32 | words[1]
         return Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
             params=params,
             arrival=arrival,
-            sampling_words=batch.sampling_words(params, seed, self.vocab_size),
+            sampling_words=batch.sampling_words(params, self._seed_of(params, arrival), self.vocab_size),
             bad_words=self._bad_words(params),
             cache_salt="" if cache_salt is None else f"salt {cache_salt}",  # the empty salt is one too
         )
 
-    def _own_seed(self, arrival: int) -> int:
-        """A request's seed where it brings none: the same for the same engine seed and order of requests."""
+    def _seed_of(self, params: SamplingParams, arrival: int) -> int:
+        """A request's own seed; where it brings none the same for the same engine seed and order of requests."""
+        if (words := params.seed_words) is not None:
+            return words[0] << 32 | words[1]
         return int.from_bytes(hashlib.sha256(f"{self._seed} {arrival}".encode()).digest()[:8])
 
     def _checked_ids(self, prompt: Ids[int]) -> list[int]:

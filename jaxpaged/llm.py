@@ -16,7 +16,7 @@ from jaxpaged.build import build_engine
 from jaxpaged.completion import Completion
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import Engine
-from jaxpaged.outputs import CacheStats, RequestOutput
+from jaxpaged.outputs import CacheStats, RequestOutput, TextDelta
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.startup import StartupTimes
 
@@ -123,8 +123,11 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str | None = None
-    ) -> Generator[str, None, None]:
+    ) -> Generator[TextDelta, None, None]:
         """Continues one prompt and yields its text as it becomes final; closing the iterator ends the request.
+
+        A piece is a string with an `index`: that of the completion which it continues, where `SamplingParams.n` asks
+        for several.
 
         The request begins, and its errors come, with the first piece. `cache_salt` is as for `generate`.
 
@@ -136,10 +139,8 @@ class LLM:
         try:
             completion = self._add(request_id, prompt, params, 0, cache_salt)
             for _ in self._run([completion], use_tqdm=False):
-                if text := completion.take_text():
-                    yield text
-            if text := completion.take_text():  # it ended while somebody else was stepping the engine
-                yield text
+                yield from _new_text(completion)
+            yield from _new_text(completion)  # it ended while somebody else was stepping the engine
         finally:
             self.engine.abort_request(request_id)
 
@@ -172,11 +173,11 @@ class LLM:
     def _run(self, completions: Sequence[Completion], use_tqdm: bool) -> Iterator[None]:
         """Steps until the completions have ended, a yield each."""
         with _Progress(len(completions), disable=not use_tqdm) as progress:
-            while any(c.finish_reason is None for c in completions):
+            while not all(c.request_finished for c in completions):
                 advanced = self.engine.step()
                 progress.update(advanced, self.engine)
                 yield
-        if any(c.finish_reason == "abort" for c in completions):
+        if any(c.finish_reason == "abort" for first in completions for c in first.all):
             raise RuntimeError("the request was aborted: a step failed or was interrupted in another call; ask again")
 
 
@@ -204,15 +205,24 @@ class _Progress:
     def update(self, advanced: Iterable[Completion], engine: Engine) -> None:
         if self._bar.disable:
             return
-        finished = 0
+        ended = set()
         for completion in advanced:
             self._num_tokens += 1
-            finished += completion.finish_reason is not None
+            if completion.finish_reason is not None:
+                ended.add(completion.sequence.request.request_id)
+        finished = sum(not engine.is_running(request_id) for request_id in ended)
         rate = self._num_tokens / (time.perf_counter() - self._start)
         blocks = engine.scheduler.blocks
         used = f"{blocks.num_used}/{blocks.pool.num_blocks}"
         self._bar.set_postfix_str(f"{rate:.0f} tok/s, KV blocks {used}", refresh=False)
         self._bar.update(finished)  # draws at most ten times a second
+
+
+def _new_text(first: Completion) -> Iterator[TextDelta]:
+    """What each of a request's completions has grown by since the last call."""
+    for completion in first.all:
+        if text := completion.take_text():
+            yield TextDelta(text, completion.sequence.index)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

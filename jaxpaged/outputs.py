@@ -22,11 +22,24 @@ TokenLogprobs = dict[int, Logprob]
 """The token itself and the most likely alternatives, by id."""
 
 
+class TextDelta(str):
+    """Text that a completion has grown by."""
+
+    index: int
+    """The completion's, among those of its prompt."""
+
+    def __new__(cls, text: str, index: int) -> TextDelta:
+        delta = super().__new__(cls, text)
+        delta.index = index
+        return delta
+
+
 @dataclasses.dataclass(frozen=True)
 class CompletionOutput:
     """One completion of a prompt, as far as it has come."""
 
     index: int
+    """Its place among those of the prompt, from 0 on."""
     text: str
     token_ids: list[int]
     cumulative_logprob: float
@@ -50,8 +63,11 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None
     """For each prompt token, if asked for; None for the first, which nothing predicts."""
     outputs: list[CompletionOutput]
+    """`SamplingParams.n` of them, in the order of their indices."""
     finished: bool
+    """Whether all of them have ended."""
     num_preemptions: int
+    """Of all its sequences."""
     num_cached_tokens: int
     """Prompt tokens whose KV was found in the pool and not computed."""
 

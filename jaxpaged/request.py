@@ -15,6 +15,8 @@ from jaxpaged.sampling_params import SamplingParams
 
 
 class Status(enum.Enum):
+    UNFORKED = "unforked"
+    """Its request's prompt is still to be computed, by the sequence that it will be forked from."""
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -30,7 +32,7 @@ class Request:
     arrival: int
     """Orders requests: first come, first served."""
     sampling_words: bytes = b""
-    """Sampling parameters and seed as the device reads them, see `batch.sampling_words`."""
+    """Sampling parameters and seed of its first sequence as the device reads them, see `batch.sampling_words`."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences of `params.bad_words`."""
     cache_salt: str = ""
@@ -46,6 +48,7 @@ class Sequence:
         "cache_epoch",
         "has_shared_end",
         "in_flight_row",
+        "index",
         "max_tokens",
         "needs_host_history",
         "num_cached",
@@ -55,13 +58,23 @@ class Sequence:
         "num_prompt_tokens",
         "num_published",
         "num_tokens",
+        "order",
         "request",
+        "sampling_words",
         "status",
         "token_ids",
+        "unforked",
     )
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, index: int = 0, sampling_words: bytes | None = None) -> None:
+        """The request's sequence number `index`; its own sampling words, or the request's if None."""
         self.request = request
+        self.index = index
+        self.order = (request.arrival, index)
+        """Orders sequences as they are served."""
+        self.sampling_words = request.sampling_words if sampling_words is None else sampling_words
+        self.unforked: list[Sequence] = []
+        """The request's other sequences, until they are forked from this one where its prompt ends."""
         self.token_ids = array("i", request.prompt_token_ids)
         """Prompt and output tokens that the host knows."""
         self.num_prompt_tokens = len(self.token_ids)
@@ -89,7 +102,12 @@ class Sequence:
         self.num_cached = 0
         """Tokens that its first admission found in the pool."""
         self.num_preemptions = 0
-        self.status = Status.WAITING
+        self.status = Status.UNFORKED if index else Status.WAITING
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Its steps rate the prompt; of several samples the first one's do."""
+        return self.request.params.prompt_logprobs is not None and not self.index
 
     @property
     def num_output_tokens(self) -> int:

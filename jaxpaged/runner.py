@@ -93,7 +93,7 @@ class Runner:
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Starts a step; the plans of all steps must be dispatched in the order in which they were made."""
-        bucket = self._buckets.fit(plan.num_tokens, len(plan.rows))
+        bucket = self._buckets.fit(plan.num_tokens, len(plan.rows), plan.num_empty_rows)
         self.steps_by_bucket[bucket] += 1
         self.tokens_by_bucket[bucket] += plan.num_tokens
         if plan.copies:
@@ -138,7 +138,7 @@ class Runner:
 def wants_prompt_logprobs(row: Row) -> bool:
     """Whether prompt tokens that follow this row's tokens must be rated."""
     sequence = row.sequence
-    return sequence.request.params.prompt_logprobs is not None and row.start < sequence.num_prompt_tokens - 1
+    return sequence.wants_prompt_logprobs and row.start < sequence.num_prompt_tokens - 1
 
 
 def prompt_targets(row: Row) -> np.ndarray:

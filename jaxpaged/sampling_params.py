@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import NoReturn
 
 _GREEDY_BELOW = 1e-5
+_MOST_SAMPLES = 1024  # each costs the host a little at once, which one request must not make all others wait for
 _MOST_STOP_CHARACTERS = 4000  # their beginnings are all looked up, which takes the square of their length
 
 
@@ -28,7 +29,8 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Completions a prompt. Only 1 so far."""
+    """Completions a prompt, at most 1024. The prompt is computed once and its KV shared; the output has them in order.
+    Completion i is what `n=1` gives with the seed `seed + i`. Greedy ones are all the same, which is allowed."""
     temperature: float = 1.0
     """0 (below 1e-5) = greedy; the higher, the flatter."""
     top_k: int = 0
@@ -38,7 +40,8 @@ class SamplingParams:
     min_p: float = 0.0
     """Sample among the tokens at least this probable, relative to the best one, only."""
     seed: int | None = None
-    """Same seed, same output, in any batch; None (or -1) = the engine chooses."""
+    """Same seed, same output, in any batch; None (or -1) = the engine chooses. With `n` completions, the first one's:
+    each has the seed of the one before plus 1."""
     max_tokens: int | None = 16
     """Most tokens to generate; None = up to max_model_len."""
     min_tokens: int = 0
@@ -70,8 +73,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if _integer("n", self.n, "an int", 1) != 1:
-            _refuse("n", self.n, "more than one, and parallel sampling is not available yet", "send the prompt n times")
+        _integer("n", self.n, "an int", 1, _MOST_SAMPLES)
         _number("temperature", self.temperature, 0)
         _integer("top_k", self.top_k, "an int, 0 or -1 to disable it", -1)
         _number("top_p", self.top_p, 0, 1, above=True)

@@ -2,9 +2,13 @@
 
 Every step shares one token budget among the running sequences, oldest first (one token for a decode, what is
 left of the budget for a prefill, which may be cut into chunks), then admits waiting ones, first come, first
-served. When the pool is full, the sequence that arrived last gives its blocks back and later computes its tokens
+served. When the pool is full, the request that arrived last gives its blocks back and later computes its tokens
 anew (preemption by recomputation); so the oldest always advances, and what a preempted sequence generates does
 not change.
+
+A request for several samples begins as one sequence. The step that ends its prompt forks the others from it: each
+samples its first token from the same logits, in a row without tokens. Those for which `max_num_seqs` leaves no place
+wait ahead of all later requests, and begin as any sequence does, with the blocks of the prompt if they can be shared.
 
 The scheduler may run one step ahead of the tokens that were read: a sequence whose newest token is still in
 flight is scheduled with that token taken from the step that samples it. A sequence whose next distribution
@@ -34,7 +38,8 @@ class Row(NamedTuple):
     samples: bool
     """Whether the row ends at the sequence's newest token, so that the next one is sampled."""
     source: int
-    """Row of the previous step whose sampled token is this row's last input, or -1 if the host knows all."""
+    """Row of the previous step whose sampled token is this row's last input, or -1 if the host knows all. A row without
+    tokens has that of the row before it, from whose logits it samples."""
 
 
 class StepPlan(NamedTuple):
@@ -47,6 +52,8 @@ class StepPlan(NamedTuple):
     """Tokens whose KV is in the pool after the step, each slot counted once."""
     copies: tuple[tuple[int, int], ...] = ()
     """(source, destination) of the blocks to copy before the step writes; no block is both."""
+    num_empty_rows: int = 0
+    """Rows without tokens: of sequences that were just forked."""
 
 
 class Scheduler:
@@ -57,11 +64,11 @@ class Scheduler:
         self.blocks = BlockManager(config.num_blocks, config.block_size, caches_prefixes=config.enable_prefix_caching)
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
-        """Of all sequences admitted so far, each counted once."""
+        """Of all requests admitted so far, each counted once."""
         self.num_cached_tokens = 0
         """Those of them that were found in the pool."""
-        self._running: dict[int, Sequence] = {}  # by arrival, and in that order
-        self._waiting: list[tuple[int, Sequence]] = []  # a heap by arrival; aborted ones are skipped when they surface
+        self._running: dict[tuple[int, int], Sequence] = {}  # by `Sequence.order`, and in that order
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap by order; aborted ones are skipped on top
         self._num_waiting = 0
         self._num_held = 0  # tokens computed of all that run
 
@@ -71,6 +78,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
+        """Sequences that wait, without those that are still to be forked."""
         return self._num_waiting
 
     @property
@@ -78,7 +86,7 @@ class Scheduler:
         return bool(self._running or self._num_waiting)
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence.
+        """Queues a sequence, and with it those in `unforked`.
 
         Raises:
           ValueError: it could never be served: longer than `max_model_len`, or than the whole pool.
@@ -92,11 +100,15 @@ class Scheduler:
                 "memory, or lower max_model_len or max_tokens"
             )
         self._enqueue(sequence)
+        for sample in sequence.unforked:
+            sample.max_tokens = sequence.max_tokens
+        if self.config.kv_reservation != "none":  # what systems without paging do: each sample has space of its own
+            self._enqueue_unforked(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Takes a sequence out, running or waiting, and frees its blocks; steps in flight may still hold its rows."""
         if sequence.status is Status.RUNNING:
-            del self._running[sequence.request.arrival]
+            del self._running[sequence.order]
             self._num_held -= sequence.num_computed
             self.blocks.free(sequence)
         elif sequence.status is Status.WAITING:
@@ -114,6 +126,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plans the next step and allocates every slot that it writes; None if no sequence can advance now."""
         rows: list[Row] = []
+        num_empty = 0
         budget = self.config.max_num_batched_tokens
         block_size = self.config.block_size
         preempted = self.num_preemptions
@@ -130,11 +143,14 @@ class Scheduler:
                 end = computed + budget
             needs_blocks = end > len(sequence.block_table) * block_size or sequence.has_shared_end
             if needs_blocks and not self._make_room(sequence, end):
-                break
+                continue
             budget -= end - computed
             rows.append(self._take(sequence, end, len(rows)))
+            if sequence.unforked:
+                num_empty += self._fork(rows)
         if admits and self.num_preemptions == preempted and self._waiting:
-            budget = self._admit(rows, budget)
+            budget, forked = self._admit(rows, budget)
+            num_empty += forked
         if not rows:
             return None
         num_tokens = self.config.max_num_batched_tokens - budget
@@ -142,18 +158,17 @@ class Scheduler:
         # What all tables lack in tokens is what the blocks in use lack, but for the blocks that forks share.
         unfilled = self.blocks.num_entries * block_size - self._num_held - self.blocks.num_overcounted
         used = self.blocks.num_used
-        return StepPlan(rows, num_tokens, used, used * block_size - unfilled, copies)
+        return StepPlan(rows, num_tokens, used, used * block_size - unfilled, copies, num_empty)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless queues, tables and reference counts agree."""
         self.blocks.check_integrity()
         assert self._num_waiting == sum(s.status is Status.WAITING for _, s in self._waiting)
         assert list(self._running) == sorted(self._running), "running sequences are out of order"
-        if self._running:
+        if self._running and not self.config.static_batches:
             newest = max(self._running)
-            assert all(a > newest for a, s in self._waiting if s.status is Status.WAITING), (
-                "a waiting one was overtaken"
-            )
+            overtaken = [s for order, s in self._waiting if order < newest and s.status is Status.WAITING]
+            assert not overtaken, "a waiting one was overtaken"
         for sequence in self._running.values():
             assert sequence.status is Status.RUNNING
             assert sequence.num_tokens == len(sequence.token_ids) + sequence.num_in_flight
@@ -195,8 +210,15 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
-        heapq.heappush(self._waiting, (sequence.request.arrival, sequence))
+        heapq.heappush(self._waiting, (sequence.order, sequence))
         self._num_waiting += 1
+
+    def _enqueue_unforked(self, sequence: Sequence) -> None:
+        """Lets those that are left begin as any sequence does."""
+        for sample in sequence.unforked:
+            if sample.status is Status.UNFORKED:
+                self._enqueue(sample)
+        sequence.unforked = []
 
     def _taken_at_once(self, sequence: Sequence) -> int:
         """Tokens whose blocks the sequence takes at its admission, whenever they are computed."""
@@ -206,15 +228,45 @@ class Scheduler:
         return max(reserved, prompt) if c.static_batches else reserved
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Grows the block table, preempting later arrivals as needed; False if the sequence itself had to go."""
+        """Grows the block table, preempting later arrivals as needed; False if the sequence gets no row in this step.
+
+        The samples of a request are preempted together, for they share blocks: one alone would free few. But the
+        oldest request, once all others have gone, gives up its last sample, and so on until one is left. And where a
+        later request's samples have rows in this step already, which can't be taken back, the sequence keeps its blocks
+        and waits: in one of the next steps its request's first sample needs a block, or that of an older one.
+        """
+        request = sequence.request
         while not self.blocks.grow(sequence, num_tokens):
-            _, victim = self._running.popitem()
-            self._preempt(victim)
-            if victim is sequence:
+            newest = next(reversed(self._running.values()))
+            if newest.request is not request:
+                self._preempt_samples(newest)
+            elif next(iter(self._running.values())).request is request:
+                self._preempt(newest)
+                if newest is sequence:
+                    return False
+            else:
+                if self._first_sample(newest) is sequence:
+                    self._preempt_samples(newest)
                 return False
         return True
 
+    def _first_sample(self, newest: Sequence) -> Sequence:
+        """The first running sample of the request whose last one is `newest`, the newest of all that run."""
+        first = newest
+        for sequence in reversed(self._running.values()):
+            if sequence.request is not newest.request:
+                break
+            first = sequence
+        return first
+
+    def _preempt_samples(self, newest: Sequence) -> None:
+        """Preempts `newest`, the newest of all that run, and all that run for the same request."""
+        request = newest.request
+        while self._running and (newest := next(reversed(self._running.values()))).request is request:
+            self._preempt(newest)
+
     def _preempt(self, sequence: Sequence) -> None:
+        del self._running[sequence.order]
         self.blocks.free(sequence)
         self._num_held -= sequence.num_computed
         sequence.num_computed = 0
@@ -237,32 +289,75 @@ class Scheduler:
             sequence.in_flight_row = row
         return tuple.__new__(Row, (sequence, start, end - start, samples, source))  # as Row(...), in half the time
 
-    def _admit(self, rows: list[Row], budget: int) -> int:
-        """Starts waiting sequences; returns what is left of the budget."""
-        c = self.config
+    def _fork(self, rows: list[Row]) -> int:
+        """Forks the other samples from the sequence of the last row, if that ends its prompt; returns how many.
+
+        Those without a place among the running wait.
+        """
+        parent, start, count, samples, source = rows[-1]
+        if not samples:
+            return 0
+        num_rows = len(rows)
+        newest = next(reversed(self._running))
+        while parent.unforked and len(self._running) < self.config.max_num_seqs:
+            sample = parent.unforked.pop(0)
+            if sample.status is not Status.UNFORKED:  # it was aborted
+                continue
+            self.blocks.fork(parent, sample)
+            sample.num_computed = parent.num_computed
+            self._num_held += sample.num_computed
+            sample.status = Status.RUNNING
+            sample.num_in_flight, sample.num_tokens, sample.in_flight_row = 1, parent.num_tokens, len(rows)
+            self._running[sample.order] = sample
+            rows.append(Row(sample, start + count, 0, True, source))
+        self._enqueue_unforked(parent)
+        if newest != parent.order:  # later ones run already
+            self._running = dict(sorted(self._running.items()))
+        return len(rows) - num_rows
+
+    def _find_shared(self, sequence: Sequence) -> list[int]:
+        """Blocks that hold the beginning of a waiting sequence: cached ones, or what another sample of its request has.
+
+        The latter needs no cache: a request's prompt is its own.
+        """
+        cached = self.blocks.find_prefix(sequence)
+        if sequence.request.params.n == 1 or self.config.kv_reservation != "none":
+            return cached
+        most = min(sequence.num_prompt_tokens, len(sequence.token_ids) - 1)
+        for other in self._running.values():
+            if other.request is sequence.request and other.cache_epoch == sequence.cache_epoch:
+                shared = min(other.num_computed, most) // self.config.block_size
+                return cached if shared <= len(cached) else other.block_table[:shared].tolist()
+        return cached
+
+    def _admit(self, rows: list[Row], budget: int) -> tuple[int, int]:
+        """Starts waiting sequences; returns what is left of the budget, and how many rows without tokens there are."""
+        c, num_empty = self.config, 0
         while self._waiting and (budget or c.static_batches) and len(self._running) < c.max_num_seqs:
-            arrival, sequence = self._waiting[0]
+            order, sequence = self._waiting[0]
             if sequence.is_finished:
                 heapq.heappop(self._waiting)
                 continue
             taken = self._taken_at_once(sequence)
             needed = blocks_for(max(sequence.num_tokens, taken), c.block_size)
-            reserve = c.growth_reserve * len(self._running)
+            num_running = len(self._running)
+            num_others = num_running and num_running + min(len(sequence.unforked), c.max_num_seqs - num_running - 1)
+            reserve = c.growth_reserve * num_others
             own = needed - (sequence.num_tokens - 1) // c.block_size  # if all that can be shared is
             if sequence.num_in_flight or own + reserve > self.blocks.num_free:
                 break
-            cached = self.blocks.find_prefix(sequence)
+            cached = self._find_shared(sequence)
             in_use = len(cached) - self.blocks.num_idle(cached)
             if needed - in_use + reserve > self.blocks.num_free:
                 break
             heapq.heappop(self._waiting)
             self._num_waiting -= 1
             sequence.status = Status.RUNNING
-            self._running[arrival] = sequence
+            self._running[order] = sequence
             self.blocks.share(sequence, cached)
             sequence.num_computed = len(cached) * c.block_size
             self._num_held += sequence.num_computed
-            if not sequence.num_preemptions:
+            if not (sequence.num_preemptions or sequence.index):
                 sequence.num_cached = sequence.num_computed
                 self.num_prompt_tokens += sequence.num_prompt_tokens
                 self.num_cached_tokens += sequence.num_cached
@@ -272,4 +367,6 @@ class Scheduler:
             if end > sequence.num_computed:
                 budget -= end - sequence.num_computed
                 rows.append(self._take(sequence, end, len(rows)))
-        return budget
+                if sequence.unforked:
+                    num_empty += self._fork(rows)
+        return budget, num_empty

@@ -1,79 +1,10 @@
-"""Prefix caching through the scheduler: what a row reads is always what its own tokens would have written.
-
-`Device` is a pretend one that runs the plans in the order in which they were dispatched. A slot holds all tokens up to
-its own, as real KV depends on them, so that a block that is shared wrongly, published too early or evicted while it is
-in use shows as other contents.
-"""
+"""Prefix caching through the scheduler: what a row reads is always what its own tokens would have written."""
 
 import pytest
-from host import is_done, make_sequence, next_token
+from host import make_sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from jaxpaged.config import SchedulerConfig
-from jaxpaged.request import Sequence
-from jaxpaged.scheduler import Scheduler, StepPlan
-
-
-class Device:
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.slots: dict[int, tuple[int, ...]] = {}
-        self.in_flight: StepPlan | None = None
-
-    def step(self, *, ahead: bool) -> StepPlan | None:
-        """Plans and dispatches a step, then takes in the one before, or with `ahead=False` that very one."""
-        plan = self.scheduler.schedule()
-        self.scheduler.check_integrity()
-        if plan is not None:
-            self._run(plan)
-        read, self.in_flight = (self.in_flight, plan) if ahead else (plan, None)
-        for row in read.rows if read else ():
-            if row.samples and not row.sequence.is_finished:
-                self.scheduler.append(row.sequence, next_token(row.sequence, row.start + row.count))
-                if is_done(row.sequence):
-                    self.scheduler.finish(row.sequence)
-        self.scheduler.check_integrity()
-        return plan
-
-    def run(self, *, ahead: bool = False) -> None:
-        for _ in range(3000):
-            if not self.scheduler.has_unfinished:
-                assert self.scheduler.blocks.num_used == 0
-                return
-            self.step(ahead=ahead)
-        raise AssertionError("no progress")
-
-    def _run(self, plan: StepPlan) -> None:
-        """All writes of a step come before any reading, as in a layer."""
-        tokens = [self._tokens(row.sequence, row.start + row.count) for row in plan.rows]
-        for row, known in zip(plan.rows, tokens, strict=True):
-            for position in range(row.start, row.start + row.count):
-                self.slots[self._slot(row.sequence, position)] = known[: position + 1]
-        for row, known in zip(plan.rows, tokens, strict=True):
-            for position in range(row.start + row.count):
-                assert self.slots.get(self._slot(row.sequence, position)) == known[: position + 1]
-
-    def _tokens(self, sequence: Sequence, count: int) -> tuple[int, ...]:
-        known = sequence.token_ids[:count].tolist()
-        return (*known, *(next_token(sequence, position) for position in range(len(known), count)))
-
-    def _slot(self, sequence: Sequence, position: int) -> int:
-        size = self.scheduler.config.block_size
-        return sequence.block_table[position // size] * size + position % size
-
-
-def make_device(num_blocks=64, block_size=16, max_num_seqs=32, budget=64, **options) -> Device:
-    options = {"max_model_len": 256, "growth_reserve": 0, **options}
-    config = SchedulerConfig(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        **options,
-    )
-    return Device(Scheduler(config))
-
+from pretend_device import make_device
 
 PROMPT = [(17 * i) % 1000 for i in range(100)]
 
