@@ -57,7 +57,6 @@ class StepInputs(NamedTuple):
     block_tables: Any  # [rows, table_width]
     sample_positions: Any  # [rows] position of the token that the row samples
     sampling: Any  # [rows, words] bits of temperature, top_k, top_p, min_p, seed high, seed low
-    num_logprobs: Any  # [1] most alternatives that a row asks for
 
     @property
     def last_tokens(self) -> Any:
@@ -135,7 +134,7 @@ def unpack(buffer: Any, bucket: Bucket, shape: StepShape) -> StepInputs:
 @functools.cache
 def _layout(bucket: Bucket, shape: StepShape) -> list[tuple[tuple[int, ...], int]]:
     t, r, _ = bucket
-    dims = [(t,), (t,), (t,), (t,), (r + 1,), (r,), (r, shape.table_width), (r,), (r, _SAMPLING_WORDS), (1,)]
+    dims = [(t,), (t,), (t,), (t,), (r + 1,), (r,), (r, shape.table_width), (r,), (r, _SAMPLING_WORDS)]
     return [(d, int(np.prod(d))) for d in dims]
 
 
@@ -172,9 +171,9 @@ def _copy_rows(plan: StepPlan, x: StepInputs, table_width: int) -> None:
     assert NULL_BLOCK == 0, "tables are padded by zeroing"
     # For many short copies a memoryview costs a fraction of a numpy array.
     tokens, tables = _words(x.tokens), _words(x.block_tables)
-    token = entry = num_logprobs = 0
+    token = entry = 0
     sampling = []
-    for sequence, start, count, samples, source in plan.rows:
+    for sequence, start, count, _, source in plan.rows:
         known = count if source < 0 else count - 1
         if known > 0:
             tokens[token : token + known] = sequence.token_ids[start : start + known]
@@ -183,10 +182,7 @@ def _copy_rows(plan: StepPlan, x: StepInputs, table_width: int) -> None:
         tables[entry : entry + len(table)] = table
         entry += table_width
         sampling.append(sequence.sampling_words)
-        if samples and sequence.request.params.logprobs:
-            num_logprobs = max(num_logprobs, sequence.request.params.logprobs)
     x.sampling[: len(sampling)] = np.frombuffer(b"".join(sampling), np.int32).reshape(-1, _SAMPLING_WORDS)
-    x.num_logprobs[0] = num_logprobs
 
 
 def _words(field: np.ndarray) -> memoryview:

@@ -20,7 +20,7 @@ from jaxpaged.completion import Completion, TokenRating
 from jaxpaged.outputs import CacheStats, StepStats
 from jaxpaged.request import Request, Sequence
 from jaxpaged.runner import Runner, StepHandle, StepResult, prompt_targets, wants_prompt_logprobs
-from jaxpaged.sampler import Rating
+from jaxpaged.sampler import Alternatives, Rating
 from jaxpaged.sampling_params import SamplingParams, validate_for
 from jaxpaged.scheduler import Row, Scheduler, StepPlan
 from jaxpaged.tokenizer import Tokenizer
@@ -220,9 +220,9 @@ class Engine:
         advanced = []
         offset = 0
         wanted = 0
-        if result.rating.top_ids.size:
+        if result.alternatives is not None:
             wanted = max(row.sequence.request.params.logprobs or 0 for row in plan.rows)
-        ratings = _ratings(result.rating, 0, len(plan.rows), wanted)
+        ratings = _ratings(result.rating, result.alternatives, 0, len(plan.rows), wanted)
         # The arrays are padded, and may be longer than the rows.
         for row, token_id, rating in zip(plan.rows, result.token_ids.tolist(), ratings, strict=False):
             sequence = row.sequence
@@ -322,18 +322,21 @@ class _PoolStats:
         self.slots_allocated += plan.num_blocks_used * block_size
 
 
-def _ratings(rating: Rating, first: int, num: int, num_alternatives: int) -> Iterator[TokenRating]:
+def _ratings(
+    rating: Rating, alternatives: Alternatives | None, first: int, num: int, num_alternatives: int
+) -> Iterator[TokenRating]:
     """Ratings of `num` tokens, converted an array at a time: number by number costs several times as much."""
     rows = slice(first, first + num)
-    tops = (array[rows, :num_alternatives].tolist() for array in (rating.top_ids, rating.top_logprobs))
+    none = [[]] * num
+    tops = (none, none) if alternatives is None else (a[rows, :num_alternatives].tolist() for a in alternatives)
     columns = zip(rating.logprobs[rows].tolist(), rating.ranks[rows].tolist(), *tops, strict=True)
     return map(functools.partial(tuple.__new__, TokenRating), columns)
 
 
-def _rate_prompt(completion: Completion, row: Row, rating: Rating, offset: int) -> None:
+def _rate_prompt(completion: Completion, row: Row, rated: tuple[Rating, Alternatives], offset: int) -> None:
     """Hands the completion the ratings of the prompt tokens that follow the row's tokens."""
     last = row.sequence.num_prompt_tokens - 1
-    ratings = _ratings(rating, offset, row.count, row.sequence.request.params.prompt_logprobs or 0)
-    for position, token, rated in zip(count(row.start + 1), prompt_targets(row).tolist(), ratings, strict=False):
+    ratings = _ratings(*rated, offset, row.count, row.sequence.request.params.prompt_logprobs or 0)
+    for position, token, rating in zip(count(row.start + 1), prompt_targets(row).tolist(), ratings, strict=False):
         if position <= last:
-            completion.rate_prompt_token(position, token, rated)
+            completion.rate_prompt_token(position, token, rating)

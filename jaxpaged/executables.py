@@ -2,9 +2,9 @@
 
 A step is two executables that run back to back: `forward` (KV write, attention, logits of each row's last token;
 the pool is donated) and `sample`. Apart, because requests with logit edits or penalties pass through
-`logit_passes` between the two, and the variants of sampling must not multiply the large executables. Prompt
-log-probabilities are a third one, run only for steps that ask for them; block copies a fourth, before `forward`, for
-steps that have any.
+`logit_passes` between the two, and the variants of sampling must not multiply the large executables. What only some
+steps ask for runs for them alone: block copies before `forward`, alternatives and prompt log-probabilities after it.
+Nothing branches on the device, where the host would wait for the branch to be known.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jaxpaged import batch
 from jaxpaged.batch import Bucket, StepInputs, StepShape
 from jaxpaged.kv_cache import KVCache, LayerKV, PagedAttend
-from jaxpaged.sampler import Rating, SampleOutput, SamplingInputs, rate, sample
+from jaxpaged.sampler import Alternatives, Draws, Rating, SampleOutput, SamplingInputs, alternatives, rate, sample
 from jaxpaged.startup import StartupTimes
 from pallas_kernels import copy_blocks
 
@@ -75,19 +76,26 @@ class StepFunctions:
         self.traces["copy_blocks"] += 1
         return tuple(LayerKV(*copy_blocks(kv.k, kv.v, pairs[0], pairs[1])) for kv in cache)
 
-    def sample(self, raw: Array, edited: Array, sampling: SamplingInputs) -> tuple[Array, SampleOutput]:
+    def sample(
+        self, raw: Array, edited: Array, sampling: SamplingInputs, *, draws: Draws
+    ) -> tuple[Array, SampleOutput]:
         """Token ids by row, padded to `max_rows` (the next step's `previous`), and all that was sampled."""
         self.traces["sample"] += 1
-        output = sample(raw, edited, sampling, max_logprobs=self.max_logprobs)
+        output = sample(raw, edited, sampling, draws=draws)
         return jnp.pad(output.token_ids, (0, self.max_rows - raw.shape[0])), output
 
-    def prompt_logprobs(self, params: Any, hidden: Array, targets: Array) -> Rating:
+    def alternatives(self, raw: Array) -> Alternatives:
+        """The likeliest tokens of each row."""
+        self.traces["alternatives"] += 1
+        return alternatives(raw, self.max_logprobs)
+
+    def prompt_logprobs(self, params: Any, hidden: Array, targets: Array) -> tuple[Rating, Alternatives]:
         """Rates `targets[t]` by the distribution that follows token `t`, a few tokens at a time."""
         self.traces["prompt_logprobs"] += 1
 
-        def one(chunk: tuple[Array, Array]) -> Rating:
+        def one(chunk: tuple[Array, Array]) -> tuple[Rating, Alternatives]:
             logits = self._apply(params, chunk[0], method="logits")
-            return rate(logits, chunk[1], jnp.int32(1), max_logprobs=self.max_logprobs)
+            return rate(logits, chunk[1]), alternatives(logits, self.max_logprobs)
 
         tokens = hidden.shape[0]
         size = min(_LOGPROB_CHUNK, tokens)
@@ -110,13 +118,21 @@ def _sampling_inputs(x: StepInputs) -> SamplingInputs:
         min_p=as_float(x.sampling[:, 3]),
         seeds=jax.lax.bitcast_convert_type(x.sampling[:, 4:6], jnp.uint32),
         positions=x.sample_positions,
-        num_logprobs=x.num_logprobs[0],
     )
 
 
+def draws_of(sampling: np.ndarray, vocab_size: int) -> Draws:
+    """The most that the rows of a packed step (`StepInputs.sampling`) ask of the sampler."""
+    temperature, top_k, top_p = sampling[:, 0], sampling[:, 1], sampling[:, 2].view(np.float32)
+    is_random = temperature != 0
+    if not is_random.any():
+        return Draws.GREEDY
+    return Draws.CUT if (is_random & ((top_k < vocab_size) | (top_p < 1))).any() else Draws.PLAIN
+
+
 class Executables:
-    """Compiled step functions: `forward` by bucket, `sample` by rows, `prompt_logprobs` by tokens, `copy_blocks` by
-    pairs."""
+    """Compiled step functions: `forward` by bucket, `sample` by rows and draws, `alternatives` by rows,
+    `prompt_logprobs` by tokens, `copy_blocks` by pairs."""
 
     def __init__(
         self,
@@ -130,15 +146,19 @@ class Executables:
         params, cache = _abstract(params), _abstract(cache)
         # Tracing takes one core, compiling as many as there are.
         with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            forward, sample, prompt_logprobs, copy_blocks = {}, {}, {}, {}
+            forward, sample, alternatives, prompt_logprobs, copy_blocks = {}, {}, {}, {}, {}
             with startup.phase("tracing"):
                 for bucket in buckets:
                     lowered = lower_forward(functions, params, cache, bucket)
                     forward[bucket] = pool.submit(lowered.compile)
                     out = lowered.out_info
-                    if bucket.rows not in sample:
-                        lowered = jax.jit(functions.sample).lower(out.logits, out.logits, out.sampling)
-                        sample[bucket.rows] = pool.submit(lowered.compile)
+                    if bucket.rows not in alternatives:
+                        for draws in Draws:
+                            jitted = jax.jit(functools.partial(functions.sample, draws=draws))
+                            lowered = jitted.lower(out.logits, out.logits, out.sampling)
+                            sample[bucket.rows, draws] = pool.submit(lowered.compile)
+                        lowered = jax.jit(functions.alternatives).lower(out.logits)
+                        alternatives[bucket.rows] = pool.submit(lowered.compile)
                     if not bucket.decode:
                         lowered = jax.jit(functions.prompt_logprobs).lower(params, out.hidden, _ints(bucket.tokens))
                         prompt_logprobs[bucket.tokens] = pool.submit(lowered.compile)
@@ -149,6 +169,7 @@ class Executables:
             with startup.phase("compiling"):
                 self.forward = {key: future.result() for key, future in forward.items()}
                 self.sample = {key: future.result() for key, future in sample.items()}
+                self.alternatives = {key: future.result() for key, future in alternatives.items()}
                 self.prompt_logprobs = {key: future.result() for key, future in prompt_logprobs.items()}
                 self.copy_blocks = {key: future.result() for key, future in copy_blocks.items()}
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from jaxpaged import batch, logit_passes
 from jaxpaged.batch import Bucket, Buckets
-from jaxpaged.executables import Executables, StepFunctions
+from jaxpaged.executables import Executables, StepFunctions, draws_of
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.logit_edits import EditRequest, collect_edits
-from jaxpaged.sampler import Rating, SampleOutput
+from jaxpaged.sampler import Alternatives, Rating, SampleOutput
 from jaxpaged.scheduler import Row, StepPlan
 from jaxpaged.startup import StartupTimes
 
@@ -28,29 +28,30 @@ class StepResult(NamedTuple):
 
     token_ids: np.ndarray  # [rows]
     rating: Rating  # of each sampled token
-    prompt: Rating | None
-    """Of each prompt token that follows a token of the step (as `Runner.prompt_targets`), if a row asks for them."""
+    alternatives: Alternatives | None
+    """To each sampled token, if a row asks for them."""
+    prompt: tuple[Rating, Alternatives] | None
+    """Of each prompt token that follows a token of the step (as `prompt_targets`), if a row asks for them."""
 
 
 class StepHandle:
     """A step that runs on the device."""
 
-    def __init__(self, plan: StepPlan, sampled: SampleOutput, prompt: Rating | None, wants_top: bool) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        sampled: SampleOutput,
+        alternatives: Alternatives | None,
+        prompt: tuple[Rating, Alternatives] | None,
+    ) -> None:
         self.plan = plan
-        rating = sampled.rating
-        if not wants_top:  # the alternatives are all zeros; leave them on the device
-            rating = rating._replace(top_ids=np.zeros((rating.ranks.shape[0], 0), np.int32), top_logprobs=None)
-        self._arrays = (sampled.token_ids, rating, prompt)
+        self._arrays = StepResult(sampled.token_ids, sampled.rating, alternatives, prompt)  # pyright: ignore[reportArgumentType]
         for array in jax.tree.leaves(self._arrays):
-            if isinstance(array, jax.Array):
-                array.copy_to_host_async()
+            array.copy_to_host_async()
 
     def read(self) -> StepResult:
         """Waits for the step and gives its output."""
-        ids, rating, prompt = jax.device_get(self._arrays)
-        if rating.top_logprobs is None:
-            rating = rating._replace(top_logprobs=np.zeros(rating.top_ids.shape, np.float32))
-        return StepResult(ids, rating, prompt)
+        return jax.device_get(self._arrays)
 
 
 class Runner:
@@ -87,9 +88,9 @@ class Runner:
         """Tokens of those steps, padding left out."""
         self._executables = Executables(functions, params, cache, buckets.all, startup)
         with startup.phase("warm-up"):
+            self._vocab_size = self._executables.forward[buckets.largest].out_info.logits.shape[1]
             for bucket in buckets.decode:
-                vocab = self._executables.forward[bucket].out_info.logits.shape[1]
-                logit_passes.warm_up(jnp.zeros((bucket.rows, vocab), jnp.float32))
+                logit_passes.warm_up(jnp.zeros((bucket.rows, self._vocab_size), jnp.float32))
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Starts a step; the plans of all steps must be dispatched in the order in which they were made."""
@@ -98,19 +99,22 @@ class Runner:
         self.tokens_by_bucket[bucket] += plan.num_tokens
         if plan.copies:
             self._copy_blocks(plan.copies)
-        buffer = jax.device_put(batch.pack(plan, bucket, self._functions.shape))
+        packed = batch.pack(plan, bucket, self._functions.shape)
+        draws = draws_of(batch.unpack(packed, bucket, self._functions.shape).sampling, self._vocab_size)
+        buffer = jax.device_put(packed)
         out = self._executables.forward[bucket](self._params, self._cache, buffer, self._previous)
         self._cache = out.cache
         edits = collect_edits(_edit_requests(plan, self._eos_token_ids), bucket.rows)
         edited = out.logits if edits is None else logit_passes.edit_logits(out.logits, edits)
-        self._previous, sampled = self._executables.sample[bucket.rows](out.logits, edited, out.sampling)
+        self._previous, sampled = self._executables.sample[bucket.rows, draws](out.logits, edited, out.sampling)
+        wants_alternatives = any(row.samples and row.sequence.request.params.logprobs for row in plan.rows)
+        alternatives = self._executables.alternatives[bucket.rows](out.logits) if wants_alternatives else None
         prompt = None
         if any(map(wants_prompt_logprobs, plan.rows)):
             targets = np.zeros(bucket.tokens, np.int32)
             targets[: plan.num_tokens] = np.concatenate([prompt_targets(row) for row in plan.rows])
             prompt = self._executables.prompt_logprobs[bucket.tokens](self._params, out.hidden, targets)
-        wants_top = any(row.samples and row.sequence.request.params.logprobs for row in plan.rows)
-        return StepHandle(plan, sampled, prompt, wants_top)
+        return StepHandle(plan, sampled, alternatives, prompt)
 
     def _copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Starts the copies of a step, which its rows read and write afterwards."""

@@ -7,6 +7,7 @@ bit, whatever the batch around it; randomness comes from (seed, position) only; 
 
 from __future__ import annotations
 
+import enum
 from typing import NamedTuple
 
 import jax
@@ -35,8 +36,20 @@ class SamplingInputs(NamedTuple):
     """The request's random key (`SamplingParams.seed_words`, or the engine's own choice)."""
     positions: Int32[Array, " rows"]
     """Index of the token being sampled in its sequence; folded into the key."""
-    num_logprobs: Int32[Array, ""]
-    """Most alternatives any row wants; 0 = nobody wants any, and they are not computed."""
+
+
+class Draws(enum.Enum):
+    """The most that a row of a step asks for. What a row gets does not depend on it.
+
+    Known when the step is dispatched, and compiled in: on a GPU each branch on the device (`lax.cond`) would make the
+    host wait for the step.
+    """
+
+    GREEDY = "greedy"
+    PLAIN = "plain"
+    """Rows with a temperature, and perhaps min_p."""
+    CUT = "cut"
+    """Rows with top_k or top_p too."""
 
 
 class Rating(NamedTuple):
@@ -46,9 +59,13 @@ class Rating(NamedTuple):
     """log_softmax of the raw logits at the token."""
     ranks: Int32[Array, " rows"]
     """1 + the number of tokens that the raw logits rate strictly higher."""
-    top_ids: Int32[Array, "rows max_logprobs"]
-    """The raw distribution's best tokens, best first; zeros unless somebody wants alternatives."""
-    top_logprobs: Float32[Array, "rows max_logprobs"]
+
+
+class Alternatives(NamedTuple):
+    """The model's own best tokens, best first."""
+
+    token_ids: Int32[Array, "rows alternatives"]
+    logprobs: Float32[Array, "rows alternatives"]
 
 
 class SampleOutput(NamedTuple):
@@ -62,12 +79,10 @@ def sample(
     raw_logits: Float32[Array, "rows vocab"],
     edited_logits: Float32[Array, "rows vocab"],
     inputs: SamplingInputs,
-    *,
-    max_logprobs: int,
+    draws: Draws,
 ) -> SampleOutput:
     """Samples one token a row from `edited_logits` and rates it by `raw_logits`.
 
-    Traceable, with static shapes. The costs of random rows and of alternatives are paid only when a row asks.
     A row whose edited logits are all -inf gets token 0. A row with NaN gets some token of the vocabulary and
     changes no other row.
 
@@ -75,7 +90,7 @@ def sample(
       raw_logits: the model's logits.
       edited_logits: the same after biases, bans and penalties; the same array when nobody edits.
       inputs: see `SamplingInputs`.
-      max_logprobs: width of the alternatives. Where it exceeds the vocabulary the rest stays zero.
+      draws: the most that any row asks for; static.
 
     Raises:
       ValueError: logits that are not two float32 arrays of one [rows, vocab] shape.
@@ -85,29 +100,27 @@ def sample(
             raise ValueError(
                 f"sample: {name} is {logits.dtype}{logits.shape}; give float32 [rows, vocab], shaped like raw_logits"
             )
-    is_random = inputs.temperature > 0
-    best = _first_largest(edited_logits)
-    token_ids = lax.cond(
-        jnp.any(is_random),
-        lambda: jnp.where(is_random, _sample_random(edited_logits, best, is_random, inputs), best),
-        lambda: best,
-    )
-    return SampleOutput(token_ids, rate(raw_logits, token_ids, inputs.num_logprobs, max_logprobs=max_logprobs))
+    token_ids = _first_largest(edited_logits)
+    if draws is not Draws.GREEDY:
+        is_random = inputs.temperature > 0
+        drawn = _sample_random(edited_logits, token_ids, is_random, inputs, cut=draws is Draws.CUT)
+        token_ids = jnp.where(is_random, drawn, token_ids)
+    return SampleOutput(token_ids, rate(raw_logits, token_ids))
 
 
-def rate(
-    logits: Float32[Array, "rows vocab"],
-    token_ids: Int32[Array, " rows"],
-    num_logprobs: Int32[Array, ""],
-    *,
-    max_logprobs: int,
-) -> Rating:
-    """Rates one token a row; the alternatives are computed only if `num_logprobs` > 0."""
+def rate(logits: Float32[Array, "rows vocab"], token_ids: Int32[Array, " rows"]) -> Rating:
+    """Rates one token a row."""
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
     normaliser = jax.nn.logsumexp(logits, axis=1, keepdims=True)
     ranks = 1 + jnp.sum(jnp.where(logits > chosen, jnp.int32(1), 0), axis=1, dtype=jnp.int32)
-    top_ids, top_logprobs = _alternatives(logits, normaliser, num_logprobs, max_logprobs)
-    return Rating((chosen - normaliser)[:, 0], ranks, top_ids, top_logprobs)
+    return Rating((chosen - normaliser)[:, 0], ranks)
+
+
+def alternatives(logits: Float32[Array, "rows vocab"], number: int) -> Alternatives:
+    """The `number` likeliest tokens of each row, or all of a smaller vocabulary."""
+    normaliser = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    values, ids = lax.top_k(logits, min(number, logits.shape[1]))
+    return Alternatives(ids, values - normaliser)
 
 
 def _first_largest(logits: Float32[Array, "rows vocab"]) -> Int32[Array, " rows"]:
@@ -123,28 +136,24 @@ def _sample_random(
     best: Int32[Array, " rows"],
     is_random: Bool[Array, " rows"],
     inputs: SamplingInputs,
+    *,
+    cut: bool,
 ) -> Int32[Array, " rows"]:
     """Temperature, min_p, top_k, top_p, draw. Greedy rows run along and ask for no threshold."""
-    rows, vocab = logits.shape
+    vocab = logits.shape[1]
     scaled = _scaled(logits, jnp.where(is_random, inputs.temperature, 1.0))
     relative = jnp.exp(scaled)
     keep = relative >= inputs.min_p[:, None]  # relative to the best token, as min_p is
 
-    wants_top_k = is_random & (inputs.top_k > 0) & (inputs.top_k < vocab)
-    cut = lax.cond(
-        jnp.any(wants_top_k),
-        lambda: kth_largest(scaled, jnp.where(wants_top_k, inputs.top_k, vocab)),
-        lambda: jnp.full(rows, -jnp.inf, jnp.float32),
-    )
-    weights = fixed_point_weights(jnp.where(keep & (scaled >= cut[:, None]), relative, 0.0))
-
-    wants_top_p = is_random & (inputs.top_p < 1)
-    floor = lax.cond(
-        jnp.any(wants_top_p),
-        lambda: jnp.where(wants_top_p, top_p_threshold(weights, inputs.top_p), 0),
-        lambda: jnp.zeros(rows, jnp.uint32),
-    )
-    weights = jnp.where(weights >= floor[:, None], weights, 0)
+    if cut:
+        wants_top_k = is_random & (inputs.top_k > 0) & (inputs.top_k < vocab)
+        threshold = kth_largest(scaled, jnp.where(wants_top_k, inputs.top_k, vocab))
+        keep &= (scaled >= threshold[:, None]) | ~wants_top_k[:, None]
+    weights = fixed_point_weights(jnp.where(keep, relative, 0.0))
+    if cut:
+        wants_top_p = is_random & (inputs.top_p < 1)
+        floor = jnp.where(wants_top_p, top_p_threshold(weights, inputs.top_p), 0)
+        weights = jnp.where(weights >= floor[:, None], weights, 0)
     return draw(weights, _random_bits(inputs.seeds, inputs.positions), best)
 
 
@@ -163,23 +172,3 @@ def _random_bits(seeds: UInt32[Array, "rows 2"], positions: Int32[Array, " rows"
         return jax.random.bits(jax.random.fold_in(key, position), (), jnp.uint32)
 
     return jax.vmap(one)(seeds, positions)
-
-
-def _alternatives(
-    raw_logits: Float32[Array, "rows vocab"],
-    normaliser: Float32[Array, "rows 1"],
-    num_logprobs: Int32[Array, ""],
-    max_logprobs: int,
-) -> tuple[Int32[Array, "rows max_logprobs"], Float32[Array, "rows max_logprobs"]]:
-    rows, vocab = raw_logits.shape
-    nothing = (jnp.zeros((rows, max_logprobs), jnp.int32), jnp.zeros((rows, max_logprobs), jnp.float32))
-    width = min(max_logprobs, vocab)
-    if width == 0:
-        return nothing
-
-    def compute() -> tuple[Array, Array]:
-        values, ids = lax.top_k(raw_logits, width)
-        padding = ((0, 0), (0, max_logprobs - width))
-        return jnp.pad(ids, padding), jnp.pad(values - normaliser, padding)
-
-    return lax.cond(num_logprobs > 0, compute, lambda: nothing)

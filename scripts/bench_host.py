@@ -110,26 +110,26 @@ class PretendRunner:
 
     def dispatch(self, plan: StepPlan) -> PretendHandle:
         from jaxpaged.runner import StepResult
-        from jaxpaged.sampler import Rating
+        from jaxpaged.sampler import Alternatives, Rating
 
         start = time.perf_counter()
         bucket = self._buckets.fit(plan.num_tokens, len(plan.rows))
         pack(plan, bucket, self._shape)
         packed = time.perf_counter()
         ids = self._text[(self._num_steps + 7 * np.arange(bucket.rows)) % len(self._text)]
-        wants_top = any(row.sequence.request.params.logprobs for row in plan.rows)
-        top = (bucket.rows, MAX_LOGPROBS if wants_top else 0)
-        rating = Rating(
-            logprobs=np.full(bucket.rows, -0.5, np.float32),
-            ranks=np.ones(bucket.rows, np.int32),
-            top_ids=self._text[np.arange(top[1]) + np.zeros(top, np.int32)],
-            top_logprobs=np.full(top, -1.0, np.float32),
-        )
+        rating = Rating(logprobs=np.full(bucket.rows, -0.5, np.float32), ranks=np.ones(bucket.rows, np.int32))
+        alternatives = None
+        if any(row.sequence.request.params.logprobs for row in plan.rows):
+            shape = (bucket.rows, MAX_LOGPROBS)
+            alternatives = Alternatives(
+                token_ids=self._text[np.arange(MAX_LOGPROBS) + np.zeros(shape, np.int32)],
+                logprobs=np.full(shape, -1.0, np.float32),
+            )
         self._num_steps += 1
         self.plan = plan
         self.seconds_packing = packed - start
         self.seconds_pretending = time.perf_counter() - packed
-        return PretendHandle(plan, StepResult(ids, rating, None))
+        return PretendHandle(plan, StepResult(ids, rating, alternatives, None))
 
 
 class Measurement:

@@ -63,7 +63,6 @@ def test_a_mixed_step_is_packed_field_by_field():
     assert x.block_tables[1].tolist() == [*second.block_table, 0, 0, 0]
     expected = [first.block_table[0] * 16 + 5] + [second.block_table[p // 16] * 16 + p % 16 for p in range(27, 40)]
     assert x.slots[:14].tolist() == expected
-    assert x.num_logprobs.tolist() == [7]
 
 
 def test_padding_is_inert():
@@ -86,12 +85,6 @@ def test_a_token_in_flight_is_taken_from_the_row_that_samples_it():
     x = packed(scheduler.schedule(), Bucket(8, 8, True))
     assert x.sources.tolist() == [1, 2, -1, -1, -1, -1, -1, -1]
     assert x.positions[:2].tolist() == [4, 4]
-
-
-def test_only_the_rows_that_sample_count_for_logprobs():
-    scheduler = make_scheduler(budget=8)
-    scheduler.add(make_sequence(20, logprobs=5))
-    assert packed(scheduler.schedule(), Bucket(8, 8, True)).num_logprobs.tolist() == [0]
 
 
 @pytest.mark.parametrize(

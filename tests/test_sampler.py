@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from fractions import Fraction
 from typing import Any
@@ -13,12 +12,15 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from jaxpaged.sampler import SampleOutput, SamplingInputs, sample
+from jaxpaged.batch import sampling_words
+from jaxpaged.executables import draws_of
+from jaxpaged.sampler import Draws, SampleOutput, SamplingInputs, alternatives, sample
+from jaxpaged.sampling_params import SamplingParams
 from pallas_kernels.sampling import draw, fixed_point_weights, kth_largest, top_p_threshold
 from pallas_kernels.sampling.fixed_point import Mass, fraction, limb_bits, total_mass
 
 MAX_LOGPROBS = 5
-jitted_sample = jax.jit(functools.partial(sample, max_logprobs=MAX_LOGPROBS))
+jitted_sample = jax.jit(sample, static_argnames="draws")
 jitted_draw = jax.jit(draw)
 
 
@@ -38,11 +40,13 @@ def make_inputs(rows: int, vocab: int, **given: Any) -> SamplingInputs:
     dtypes = {"top_k": np.int32, "positions": np.int32, "seeds": np.uint32}
     columns = {name: np.broadcast_to(v, (rows,)).astype(dtypes.get(name, np.float32)) for name, v in asked.items()}
     columns["seeds"] = np.stack([columns["seeds"] * 0 + 9, columns["seeds"]], axis=1)
-    return SamplingInputs(**columns, num_logprobs=np.int32(MAX_LOGPROBS))  # pyright: ignore[reportArgumentType]
+    return SamplingInputs(**columns)  # pyright: ignore[reportArgumentType]
 
 
-def run(raw: np.ndarray, inputs: SamplingInputs, edited: np.ndarray | None = None) -> SampleOutput:
-    return jax.tree.map(np.asarray, jitted_sample(raw, raw if edited is None else edited, inputs))
+def run(
+    raw: np.ndarray, inputs: SamplingInputs, edited: np.ndarray | None = None, draws: Draws = Draws.CUT
+) -> SampleOutput:
+    return jax.tree.map(np.asarray, jitted_sample(raw, raw if edited is None else edited, inputs, draws=draws))
 
 
 def reference_probabilities(
@@ -169,23 +173,14 @@ class TestOutput:
         chosen = np.take_along_axis(exact, output.token_ids[:, None], axis=1)
         np.testing.assert_allclose(output.rating.logprobs, chosen[:, 0], atol=1e-5)
         np.testing.assert_array_equal(output.rating.ranks, 1 + (exact > chosen).sum(axis=1))
-        np.testing.assert_allclose(output.rating.top_logprobs, -np.sort(-exact, axis=1)[:, :MAX_LOGPROBS], atol=1e-5)
-        np.testing.assert_array_equal(
-            output.rating.top_ids, np.argsort(-exact, axis=1, kind="stable")[:, :MAX_LOGPROBS]
-        )
+        best = alternatives(jnp.asarray(raw), MAX_LOGPROBS)
+        np.testing.assert_allclose(best.logprobs, -np.sort(-exact, axis=1)[:, :MAX_LOGPROBS], atol=1e-5)
+        np.testing.assert_array_equal(best.token_ids, np.argsort(-exact, axis=1, kind="stable")[:, :MAX_LOGPROBS])
 
-    def test_alternatives_are_zero_unless_asked_for(self) -> None:
-        inputs = make_inputs(60, 700)._replace(num_logprobs=jnp.int32(0))
-        output = run(awkward_logits(60, 700, seed=0), inputs)
-        assert not output.rating.top_ids.any()
-        assert not output.rating.top_logprobs.any()
-
-    def test_alternatives_beyond_the_vocabulary_are_zero(self) -> None:
-        raw = np.array([[0.5, 2.0, 1.0]], np.float32)
-        output = run(raw, make_inputs(1, 3, temperature=0.0))
-        assert output.rating.top_ids.tolist() == [[1, 2, 0, 0, 0]]
-        assert output.rating.top_logprobs.shape == (1, MAX_LOGPROBS)
-        assert output.rating.top_logprobs[0, 3:].tolist() == [0, 0]
+    def test_alternatives_are_no_more_than_the_vocabulary(self) -> None:
+        best = alternatives(jnp.array([[0.5, 2.0, 1.0]]), MAX_LOGPROBS)
+        assert best.token_ids.tolist() == [[1, 2, 0]]
+        assert alternatives(jnp.zeros((2, 3)), 0).logprobs.shape == (2, 0)
 
     @pytest.mark.parametrize(
         "bad", [np.zeros((2, 9), np.float16), np.zeros((2, 8), np.float32), np.zeros(9, np.float32)]
@@ -193,7 +188,7 @@ class TestOutput:
     def test_wrong_logits_are_refused(self, bad: np.ndarray) -> None:
         good = jnp.zeros((2, 9), jnp.float32)
         with pytest.raises(ValueError, match=r"edited_logits is .*float32"):
-            sample(good, jnp.asarray(bad), make_inputs(2, 9), max_logprobs=0)
+            sample(good, jnp.asarray(bad), make_inputs(2, 9), draws=Draws.CUT)
 
 
 CASES = [
@@ -275,7 +270,7 @@ def mixed_batch(rows: int, vocab: int) -> tuple[np.ndarray, SamplingInputs]:
 
 
 def pick(inputs: SamplingInputs, rows: np.ndarray) -> SamplingInputs:
-    return SamplingInputs(*(column[rows] for column in inputs[:-1]), num_logprobs=inputs.num_logprobs)
+    return SamplingInputs(*(column[rows] for column in inputs))
 
 
 @pytest.fixture(scope="module")
@@ -307,6 +302,16 @@ class TestIndependence:
             np.testing.assert_array_equal(found.rating.logprobs[keep], output.rating.logprobs[keep])
             assert ((found.token_ids >= 0) & (found.token_ids < self.VOCAB)).all()
 
+    def test_of_what_others_ask_for(self, whole: tuple[np.ndarray, SamplingInputs, SampleOutput]) -> None:
+        logits, inputs, output = whole
+        is_greedy = inputs.temperature == 0
+        is_plain = is_greedy | ((inputs.top_k == self.VOCAB) & (inputs.top_p == 1))
+        for draws, keep in ((Draws.GREEDY, is_greedy), (Draws.PLAIN, is_plain)):
+            assert keep.any()
+            assert not keep.all()
+            found = run(logits[keep], pick(inputs, keep), draws=draws)
+            np.testing.assert_array_equal(found.token_ids, output.token_ids[keep])
+
     def test_one_nan_spoils_its_own_row_only(self, whole: tuple[np.ndarray, SamplingInputs, SampleOutput]) -> None:
         logits, inputs, output = whole
         spoiled = logits.copy()
@@ -327,20 +332,36 @@ class TestIndependence:
         assert run(flat, high_word).token_ids[0] != ids[0]
 
 
+@pytest.mark.parametrize(
+    ("asked", "draws"),
+    [
+        ([{"temperature": 0.0, "top_k": 5, "top_p": 0.5}], Draws.GREEDY),
+        ([{}, {"min_p": 0.1}, {"temperature": 0.0}], Draws.PLAIN),
+        ([{}, {"top_k": 9}], Draws.CUT),
+        ([{"top_p": 0.999}, {"temperature": 0.0}], Draws.CUT),
+        ([{"top_k": 100}, {"top_k": -1}], Draws.PLAIN),  # 100 is the vocabulary
+    ],
+)
+def test_what_a_step_asks_for(asked: list[dict[str, Any]], draws: Draws) -> None:
+    words = b"".join(sampling_words(SamplingParams(**params), 2**63 + 1, 100) for params in asked)
+    assert draws_of(np.frombuffer(words, np.int32).reshape(len(asked), -1), 100) is draws
+
+
 class TestCompiled:
     def test_values_do_not_retrace(self) -> None:
         logits = awkward_logits(60, 700, seed=0)
         run(logits, make_inputs(60, 700))
         before = jitted_sample._cache_size()
         for case in [{"temperature": 0.0}, *CASES]:
-            run(logits, make_inputs(60, 700, **case)._replace(num_logprobs=np.int32(len(case))))
+            run(logits, make_inputs(60, 700, **case))
         assert jitted_sample._cache_size() == before
 
     def test_nothing_sorts_the_vocabulary(self) -> None:
         logits = jax.ShapeDtypeStruct((8, 4096), jnp.float32)
         inputs = make_inputs(8, 4096)
-        without = jax.jit(functools.partial(sample, max_logprobs=0)).lower(logits, logits, inputs)
-        for text in (without.as_text(), without.compile().as_text() or ""):
+        lowered = jitted_sample.lower(logits, logits, inputs, draws=Draws.CUT)
+        for text in (lowered.as_text(), lowered.compile().as_text() or ""):
             assert "while" in text  # the thresholds are there
+            assert not re.search(r"stablehlo\.(case|if)|\bconditional\(", text)  # where the host would wait
             assert not re.search(r'stablehlo\.sort|chlo\.top_k|\bsort\(|"TopK"', text)
-        assert "stablehlo.sort" not in jitted_sample.lower(logits, logits, inputs).as_text()
+        assert "chlo.top_k" in jax.jit(lambda x: alternatives(x, 5)).lower(logits).as_text()  # it would be found
