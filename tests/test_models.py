@@ -12,6 +12,7 @@ import pytest
 from jaxpaged import kv_cache
 from jaxpaged.checkpoints.reader import open_checkpoint
 from jaxpaged.kv_cache import PagedAttend
+from jaxpaged.models.layers import Embedding, Linear
 from jaxpaged.models.llama import llama_config
 from jaxpaged.models.loading import load_params
 from jaxpaged.models.registry import FAMILIES, family_of
@@ -99,6 +100,20 @@ def test_layers_are_traced_once():
     text = jax.jit(module.apply).lower(params, ints, ints, cache, attend).as_text()
     assert text.count("func.func private @core_fn(") == 1  # Flax's name for what nn.jit wraps
     assert text.count("call @core_fn(") == module.config.num_layers
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_only_float32_products_ask_for_a_precision(dtype):
+    linear, head = Linear(8, jnp.dtype(dtype)), Embedding(8, 4, jnp.dtype(dtype))
+    x = jnp.zeros((2, 4), dtype)
+
+    def products(x):
+        first = linear.apply({"params": {"kernel": jnp.zeros((4, 8), dtype)}}, x)
+        return first, head.apply({"params": {"embedding": jnp.zeros((8, 4), dtype)}}, x, method="attend")
+
+    text = jax.jit(products).lower(x).as_text()
+    assert text.count("stablehlo.dot_general") == 2
+    assert text.count("HIGHEST, HIGHEST") == (2 if dtype == "float32" else 0)
 
 
 class Tensors:

@@ -2,6 +2,9 @@
 
 Matrices are stored `[in, out]` and applied in the parameters' dtype with float32 accumulation; float32 matrices
 are multiplied in true float32 on every device.
+
+The residual stream travels in two parts, `x` and what the last block adds to it, so that the addition and the norm
+after it are one kernel.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jaxpaged.models.config import Llama3RopeScaling, ModelConfig
+from pallas_kernels import add_rms_norm
 
 RopeAngles = tuple[Float[Array, "tokens half_dim"], Float[Array, "tokens half_dim"]]
 """Cosine and sine of every token's rotation angles, float32."""
@@ -36,7 +40,9 @@ class Attend(Protocol):
         ...
 
 
-_PRECISION = "highest"  # of float32 products (no TF32); bfloat16 and float16 products have one precision
+def _precision(dtype: jnp.dtype) -> str | None:
+    """Of products: no TF32 for float32. Others have one precision; asked for a higher one, XLA takes slower kernels."""
+    return "highest" if dtype == jnp.float32 else None
 
 
 class Linear(nn.Module):
@@ -48,21 +54,21 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "tokens in"]) -> Float[Array, "tokens out"]:
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features), self.param_dtype)
-        return jnp.dot(x, kernel, precision=_PRECISION)
+        return jnp.dot(x, kernel, precision=_precision(self.param_dtype))
 
 
-class RMSNorm(nn.Module):
-    """Root mean square normalisation (Zhang and Sennrich, 2019), in float32, scaled in the input's dtype."""
+class AddRMSNorm(nn.Module):
+    """`x + delta`, and its root mean square normalisation (`pallas_kernels.add_rms_norm`)."""
 
     epsilon: float
     param_dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], delta: Float[Array, "tokens hidden"]
+    ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return wide.astype(x.dtype) * scale[None]
+        return add_rms_norm(x, delta, scale, epsilon=self.epsilon)
 
 
 class Embedding(nn.Module):
@@ -84,7 +90,7 @@ class Embedding(nn.Module):
             x,
             self.embedding,
             (((1,), (1,)), ((), ())),
-            precision=_PRECISION,
+            precision=_precision(self.param_dtype),
             preferred_element_type=jnp.float32,
         )
 

@@ -11,11 +11,11 @@ from jaxtyping import Array, Float, Int32
 
 from jaxpaged.models.config import ModelConfig, as_ids, integer, number, parse_rope
 from jaxpaged.models.layers import (
+    AddRMSNorm,
     Attend,
     Embedding,
     GatedMLP,
     Linear,
-    RMSNorm,
     RopeAngles,
     rope_angles,
     rope_frequencies,
@@ -46,14 +46,18 @@ class LlamaLayer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "tokens hidden"], angles: RopeAngles, kv: Any, attend: Attend
-    ) -> tuple[Float[Array, "tokens hidden"], Any]:
+        self,
+        x: Float[Array, "tokens hidden"],
+        delta: Float[Array, "tokens hidden"],
+        angles: RopeAngles,
+        kv: Any,
+        attend: Attend,
+    ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"], Any]:
         c, dtype = self.config, self.param_dtype
-        normed = RMSNorm(c.rms_norm_eps, dtype, name="attention_norm")(x)
-        attended, kv = LlamaAttention(c, dtype, name="attention")(normed, angles, kv, attend)
-        x = x + attended
-        normed = RMSNorm(c.rms_norm_eps, dtype, name="mlp_norm")(x)
-        return x + GatedMLP(c.intermediate_size, dtype, name="mlp")(normed), kv
+        x, normed = AddRMSNorm(c.rms_norm_eps, dtype, name="attention_norm")(x, delta)
+        delta, kv = LlamaAttention(c, dtype, name="attention")(normed, angles, kv, attend)
+        x, normed = AddRMSNorm(c.rms_norm_eps, dtype, name="mlp_norm")(x, delta)
+        return x, GatedMLP(c.intermediate_size, dtype, name="mlp")(normed), kv
 
 
 class Llama(nn.Module):
@@ -66,7 +70,7 @@ class Llama(nn.Module):
         c, dtype = self.config, self.param_dtype
         self.embed = Embedding(c.vocab_size, c.hidden_size, dtype)
         self.layers = [LlamaLayer(c, dtype) for _ in range(c.num_layers)]
-        self.norm = RMSNorm(c.rms_norm_eps, dtype)
+        self.norm = AddRMSNorm(c.rms_norm_eps, dtype)
         if not c.tie_word_embeddings:
             self.head = Embedding(c.vocab_size, c.hidden_size, dtype)
 
@@ -79,12 +83,13 @@ class Llama(nn.Module):
     ) -> tuple[Float[Array, "tokens hidden"], tuple[Any, ...]]:
         """Final hidden states, normalised (what `logits` takes), and the new cache, an entry a layer."""
         x = self.embed(tokens)
+        delta = jnp.zeros_like(x)
         angles = rope_angles(positions, rope_frequencies(self.config))
         new_cache = []
         for layer, kv in zip(self.layers, cache, strict=True):
-            x, kv = layer(x, angles, kv, attend)
+            x, delta, kv = layer(x, delta, angles, kv, attend)
             new_cache.append(kv)
-        return self.norm(x), tuple(new_cache)
+        return self.norm(x, delta)[1], tuple(new_cache)
 
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
         """Next-token logits in float32."""
