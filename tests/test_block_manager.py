@@ -261,6 +261,23 @@ def test_what_forks_share_is_published_once_and_what_they_write_by_each():
     assert parent.block_table[1] != child.block_table[1]
 
 
+def test_forks_publish_after_a_reset_if_their_parent_does():
+    blocks = BlockManager(num_blocks=8, block_size=16)
+    old = make_sequence(TOKENS[:20])
+    fill(blocks, old, 20)
+    blocks.forget_prefixes()
+    new = make_sequence(TOKENS[:20])
+    assert not blocks.find_prefix(new)
+    fill(blocks, new, 20)
+    for parent in (old, new):
+        (child,) = forked(blocks, parent, 1)
+        child.token_ids.extend(TOKENS[20:32])
+        fill(blocks, child, 32)
+        assert len(blocks.find_prefix(make_sequence(TOKENS[:33]))) == (2 if parent is new else 1)
+        blocks.free(child)
+        blocks.free(parent)
+
+
 def test_a_full_block_that_forks_share_may_be_published_by_either():
     blocks = BlockManager(num_blocks=8, block_size=16)
     parent = make_sequence(TOKENS[:20])
