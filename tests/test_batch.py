@@ -87,6 +87,44 @@ def test_a_token_in_flight_is_taken_from_the_row_that_samples_it():
     assert x.positions[:2].tolist() == [4, 4]
 
 
+def test_a_row_without_tokens_samples_from_the_row_before_it():
+    scheduler = make_scheduler()
+    before, first, after = make_sequence(5), make_sequence(3, n=3, logprobs=4), make_sequence(7)
+    for sequence in (before, first, after):
+        scheduler.add(sequence)
+    plan = scheduler.schedule()
+    x = packed(plan, Bucket(32, 8, False))
+    assert x.query_starts[:6].tolist() == [0, 5, 8, 8, 8, 15]
+    assert x.last_tokens[:5].tolist() == [4, 7, 7, 7, 14]
+    assert x.kv_lens[:5].tolist() == [5, 3, 0, 0, 7]
+    assert x.sample_positions[:5].tolist() == [5, 3, 3, 3, 7]
+    assert x.positions[:15].tolist() == [*range(5), *range(3), *range(7)]
+    assert x.tokens[5:15].tolist() == [*first.token_ids, *after.token_ids]
+    words = [np.frombuffer(row.sequence.sampling_words, np.int32).tolist() for row in plan.rows]
+    assert x.sampling[:5].tolist() == words
+    assert len({tuple(row) for row in words[1:4]}) == 3
+    x = packed(scheduler.schedule(), Bucket(8, 8, True))
+    assert x.sources[:5].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_sample_may_begin_where_the_token_in_flight_is_the_input_of_the_row_before_it():
+    scheduler = make_scheduler()
+    sequence, other = make_sequence(4), make_sequence(4)
+    scheduler.add(sequence)
+    scheduler.add(other)
+    scheduler.schedule()
+    plan = scheduler.schedule()
+    rows = [plan.rows[0], plan.rows[1], plan.rows[1]._replace(count=0)]
+    x = packed(plan._replace(rows=rows, num_empty_rows=1), Bucket(64, 8, False))
+    assert x.sources[:3].tolist() == [0, 1, -1]
+    assert x.last_tokens[:3].tolist() == [0, 1, 1]
+
+
+def test_a_step_with_rows_without_tokens_is_no_decode():
+    buckets = Buckets.for_limits(32, 256, smallest=8, ratio=4)
+    assert buckets.fit(8, 8, 3) == Bucket(64, 32, False)
+
+
 @pytest.mark.parametrize(
     ("params", "expected"),
     [

@@ -45,7 +45,7 @@ NAN, INF = float("nan"), float("inf")
 NOT_INTS = [True, 1.0, "1", None, [1]]
 NOT_FLOATS = [True, "1", None, [1.0], NAN, INF, -INF, 1j]
 FORBIDDEN: dict[str, list[Any]] = {
-    "n": [0, 2, -1, *NOT_INTS],
+    "n": [0, 1025, -1, *NOT_INTS],
     "temperature": [-0.1, 10**400, *NOT_FLOATS],
     "top_k": [-2, *NOT_INTS],
     "top_p": [0, -0.5, 1.0001, *NOT_FLOATS],
