@@ -73,6 +73,13 @@ class Completion:
         """It and the `others`: of the first one, all of the request."""
         return (self, *self.others)
 
+    def other(self, sequence: Sequence) -> Completion | None:
+        """The one of `others` that follows a sequence; None if it is of another request, which may have had this id."""
+        if not 0 < sequence.index <= len(self.others):
+            return None
+        completion = self.others[sequence.index - 1]
+        return completion if completion.sequence is sequence else None
+
     @property
     def request_finished(self) -> bool:
         """Whether `all` have ended."""

@@ -227,11 +227,9 @@ class Engine:
         for row, token_id, rating in zip(plan.rows, result.token_ids.tolist(), ratings, strict=False):
             sequence = row.sequence
             completion = first = self._completions.get(sequence.request.request_id)
-            if first is not None and sequence.index:
-                completion = next(iter(first.others[sequence.index - 1 : sequence.index]), None)
-            if first is None or completion is None or completion.sequence is not sequence:
-                pass  # its request was aborted, or has ended; another one may have its id
-            elif completion.finish_reason is None:
+            if first is not None and first.sequence is not sequence:
+                completion = first.other(sequence)
+            if completion is not None and first is not None and completion.finish_reason is None:
                 if result.prompt is not None and wants_prompt_logprobs(row):
                     _rate_prompt(completion, row, result.prompt, offset)
                 if row.samples:

@@ -71,6 +71,7 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap by order; aborted ones are skipped on top
         self._num_waiting = 0
         self._num_held = 0  # tokens computed of all that run
+        self._num_empty_rows = 0  # of the step being planned
 
     @property
     def num_running(self) -> int:
@@ -126,7 +127,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plans the next step and allocates every slot that it writes; None if no sequence can advance now."""
         rows: list[Row] = []
-        num_empty = 0
+        self._num_empty_rows = 0
         budget = self.config.max_num_batched_tokens
         block_size = self.config.block_size
         preempted = self.num_preemptions
@@ -141,16 +142,14 @@ class Scheduler:
                 continue  # nothing can be computed before its token in flight was read
             if end - computed > budget:
                 end = computed + budget
-            needs_blocks = end > len(sequence.block_table) * block_size or sequence.has_shared_end
-            if needs_blocks and not self._make_room(sequence, end):
+            if (end > len(sequence.block_table) * block_size or sequence.has_shared_end) and not self._make_room(
+                sequence, end
+            ):
                 continue
             budget -= end - computed
-            rows.append(self._take(sequence, end, len(rows)))
-            if sequence.unforked:
-                num_empty += self._fork(rows)
+            self._take(sequence, end, rows)
         if admits and self.num_preemptions == preempted and self._waiting:
-            budget, forked = self._admit(rows, budget)
-            num_empty += forked
+            budget = self._admit(rows, budget)
         if not rows:
             return None
         num_tokens = self.config.max_num_batched_tokens - budget
@@ -158,7 +157,7 @@ class Scheduler:
         # What all tables lack in tokens is what the blocks in use lack, but for the blocks that forks share.
         unfilled = self.blocks.num_entries * block_size - self._num_held - self.blocks.num_overcounted
         used = self.blocks.num_used
-        return StepPlan(rows, num_tokens, used, used * block_size - unfilled, copies, num_empty)
+        return StepPlan(rows, num_tokens, used, used * block_size - unfilled, copies, self._num_empty_rows)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless queues, tables and reference counts agree."""
@@ -274,46 +273,43 @@ class Scheduler:
         self.num_preemptions += 1
         self._enqueue(sequence)
 
-    def _take(self, sequence: Sequence, end: int, row: int) -> Row:
-        """Books the tokens before `end` as computed, and the next one as in flight if the row samples."""
+    def _take(self, sequence: Sequence, end: int, rows: list[Row]) -> None:
+        """Makes a row of the tokens before `end`: they count as computed, and the next as in flight if it samples."""
         start = sequence.num_computed
         samples = end == sequence.num_tokens
         source = sequence.in_flight_row if sequence.num_in_flight else -1
         sequence.num_computed = end
         self._num_held += end - start
-        if end - start > 1 or end <= sequence.num_prompt_tokens:  # a decode's block is when its token was read
+        is_prefill = end - start > 1 or end <= sequence.num_prompt_tokens
+        if is_prefill:  # a decode's block is published when its token was read
             self.blocks.publish(sequence)
         if samples:
             sequence.num_in_flight += 1
             sequence.num_tokens += 1
-            sequence.in_flight_row = row
-        return tuple.__new__(Row, (sequence, start, end - start, samples, source))  # as Row(...), in half the time
+            sequence.in_flight_row = len(rows)
+        # As Row(...), in half the time.
+        rows.append(tuple.__new__(Row, (sequence, start, end - start, samples, source)))
+        if is_prefill and samples and sequence.unforked:
+            self._fork(sequence, end, source, rows)
 
-    def _fork(self, rows: list[Row]) -> int:
-        """Forks the other samples from the sequence of the last row, if that ends its prompt; returns how many.
-
-        Those without a place among the running wait.
-        """
-        parent, start, count, samples, source = rows[-1]
-        if not samples:
-            return 0
-        num_rows = len(rows)
+    def _fork(self, parent: Sequence, end: int, source: int, rows: list[Row]) -> None:
+        """Forks the other samples from a sequence whose prompt ends with the last row; those without a place wait."""
         newest = next(reversed(self._running))
         while parent.unforked and len(self._running) < self.config.max_num_seqs:
             sample = parent.unforked.pop(0)
             if sample.status is not Status.UNFORKED:  # it was aborted
                 continue
             self.blocks.fork(parent, sample)
-            sample.num_computed = parent.num_computed
-            self._num_held += sample.num_computed
+            sample.num_computed = end
+            self._num_held += end
             sample.status = Status.RUNNING
             sample.num_in_flight, sample.num_tokens, sample.in_flight_row = 1, parent.num_tokens, len(rows)
             self._running[sample.order] = sample
-            rows.append(Row(sample, start + count, 0, True, source))
+            rows.append(Row(sample, end, 0, True, source))
+            self._num_empty_rows += 1
         self._enqueue_unforked(parent)
         if newest != parent.order:  # later ones run already
             self._running = dict(sorted(self._running.items()))
-        return len(rows) - num_rows
 
     def _find_shared(self, sequence: Sequence) -> list[int]:
         """Blocks that hold the beginning of a waiting sequence: cached ones, or what another sample of its request has.
@@ -330,9 +326,9 @@ class Scheduler:
                 return cached if shared <= len(cached) else other.block_table[:shared].tolist()
         return cached
 
-    def _admit(self, rows: list[Row], budget: int) -> tuple[int, int]:
-        """Starts waiting sequences; returns what is left of the budget, and how many rows without tokens there are."""
-        c, num_empty = self.config, 0
+    def _admit(self, rows: list[Row], budget: int) -> int:
+        """Starts waiting sequences; returns what is left of the budget."""
+        c = self.config
         while self._waiting and (budget or c.static_batches) and len(self._running) < c.max_num_seqs:
             order, sequence = self._waiting[0]
             if sequence.is_finished:
@@ -366,7 +362,5 @@ class Scheduler:
             assert grown, "admission checked the free blocks"
             if end > sequence.num_computed:
                 budget -= end - sequence.num_computed
-                rows.append(self._take(sequence, end, len(rows)))
-                if sequence.unforked:
-                    num_empty += self._fork(rows)
-        return budget, num_empty
+                self._take(sequence, end, rows)
+        return budget
