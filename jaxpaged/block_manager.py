@@ -58,19 +58,19 @@ class BlockManager:
         Returns:
           False, with nothing changed, if the pool has too few free blocks.
         """
-        missing = self.num_missing(sequence, num_tokens)
-        copies = sequence.has_shared_end and num_tokens > sequence.num_computed and self._shares_end(sequence)
-        if missing <= 0 and not copies:
+        if num_tokens <= sequence.num_writable:
             return True
-        if max(missing, 0) + copies > self.pool.num_free:
+        missing = max(0, self.num_missing(sequence, num_tokens))
+        copies = self._shares_end(sequence)
+        if missing + copies > self.pool.num_free:
             return False
         if copies:
             self._copy_end(sequence)
-        if missing > 0:
-            self._owners.add(sequence)
-            self.num_entries += missing
-            for _ in range(missing):
-                sequence.block_table.append(self.pool.allocate())
+        self._owners.add(sequence)
+        self.num_entries += missing
+        for _ in range(missing):
+            sequence.block_table.append(self.pool.allocate())
+        sequence.num_writable = len(sequence.block_table) * self.block_size
         return True
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -90,8 +90,8 @@ class BlockManager:
         self.num_entries += len(child.block_table)
         if child.block_table:
             self._owners.add(child)
+        parent.num_writable = child.num_writable = parent.num_computed
         if filled:
-            parent.has_shared_end = child.has_shared_end = True
             self.num_overcounted += self.block_size - filled
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
@@ -109,10 +109,9 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Drops the sequence's references and empties its block table."""
-        if sequence.has_shared_end:
-            if self._shares_end(sequence):
-                self.num_overcounted -= self.block_size - sequence.num_computed % self.block_size
-            sequence.has_shared_end = False
+        if self._shares_end(sequence):
+            self.num_overcounted -= self.block_size - sequence.num_computed % self.block_size
+        sequence.num_writable = 0
         # The end first, so that of a chain of idle blocks the end is lost first: the beginning is of use without it.
         for block in reversed(sequence.block_table):
             self.pool.release(block)
@@ -150,6 +149,7 @@ class BlockManager:
         self.num_entries += len(blocks)
         sequence.block_table.extend(blocks)
         sequence.num_published = len(blocks)
+        sequence.num_writable = len(blocks) * self.block_size
 
     def publish(self, sequence: Sequence) -> None:
         """Makes the sequence's full blocks findable, as far as the host knows their tokens.
@@ -187,7 +187,12 @@ class BlockManager:
         assert len({block for block, _ in ends}) == len(ends), "who shares a block has filled different parts of it"
         overcounted = sum((count - 1) * unfilled for (_, unfilled), count in ends.items())
         assert self.num_overcounted == overcounted, f"{self.num_overcounted} overcounted, not {overcounted}"
-        assert all(s.has_shared_end for s in self._owners if held[self._end(s)] > 1), "a shared end would be written"
+        for sequence in self._owners:
+            writable = sequence.num_writable
+            assert writable <= len(sequence.block_table) * self.block_size, "tokens would be written past the table"
+            assert held[self._end(sequence)] <= 1 or writable <= sequence.num_computed, (
+                "a shared block would be written"
+            )
         assert self.num_entries == held.total(), f"{self.num_entries} entries counted, {held.total()} there"
         assert not any(s.is_finished for s in self._owners), "a finished sequence holds blocks"
 
@@ -213,7 +218,6 @@ class BlockManager:
         self._copies[destination] = source
         self._pins[source] += 1  # the sequence's own reference goes over
         sequence.block_table[index] = destination
-        sequence.has_shared_end = False
         self.num_overcounted -= self.block_size - filled
 
     def _drop_idle_copies(self) -> None:

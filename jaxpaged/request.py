@@ -1,7 +1,7 @@
 """Requests and the sequences that serve them: tokens, progress, status. Plain state, no policy.
 
 Owners: the scheduler sets `status`, `num_computed` and the in-flight fields; the block manager alone changes
-`block_table`; tokens are appended by the scheduler when the engine has read them.
+`block_table` and `num_writable`; tokens are appended by the scheduler when the engine has read them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class Sequence:
         "block_keys",
         "block_table",
         "cache_epoch",
-        "has_shared_end",
         "in_flight_row",
         "index",
         "max_tokens",
@@ -58,6 +57,7 @@ class Sequence:
         "num_prompt_tokens",
         "num_published",
         "num_tokens",
+        "num_writable",
         "order",
         "request",
         "sampling_words",
@@ -91,8 +91,8 @@ class Sequence:
         self.needs_host_history = request.params.needs_host_history
         """As `SamplingParams.needs_host_history`, looked up once."""
         self.block_table = array("i")
-        self.has_shared_end = False
-        """Whether its last block may be shared with sequences that go on in it too; see `BlockManager.fork`."""
+        self.num_writable = 0
+        """Tokens up to which it may write; for more it needs blocks, or a copy of one that it shares with a fork."""
         self.block_keys: list[bytes] = []
         """Of its full blocks, as far as the block manager has hashed them."""
         self.cache_epoch = 0

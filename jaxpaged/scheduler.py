@@ -142,9 +142,7 @@ class Scheduler:
                 continue  # nothing can be computed before its token in flight was read
             if end - computed > budget:
                 end = computed + budget
-            if (end > len(sequence.block_table) * block_size or sequence.has_shared_end) and not self._make_room(
-                sequence, end
-            ):
+            if end > sequence.num_writable and not self._make_room(sequence, end):
                 continue
             budget -= end - computed
             self._take(sequence, end, rows)
