@@ -356,11 +356,13 @@ class AsyncEngine:
 
     def _note(self, advanced: Iterable[Completion]) -> list[_Stream]:
         """Notes how far requests have come; returns those whose readers are to be woken."""
-        news = []
+        news: dict[_Stream, None] = {}
         for completion in advanced:
             request = completion.sequence.request
             stream = self._streams.get(request.request_id)
             if stream is None or stream.completion is None or stream.completion.sequence.request is not request:
+                continue
+            if stream in news:  # by another of its samples
                 continue
             if completion.finish_reason is not None and stream.completion.request_finished:
                 self._end(stream, stream.output())
@@ -368,8 +370,8 @@ class AsyncEngine:
                 continue
             else:
                 stream.num_tokens = stream.num_read()
-            news.append(stream)
-        return news
+            news[stream] = None
+        return list(news)
 
     def _end(self, stream: _Stream, last: RequestOutput | Exception | None) -> None:
         """Ends a stream by its last output or an error; by neither if nobody reads it.

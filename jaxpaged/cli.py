@@ -19,6 +19,7 @@ from jaxpaged.cli_options import (
     MaxTokens,
     MemoryShare,
     Model,
+    NumCompletions,
     NumKvBlocks,
     PrefixCaching,
     Seed,
@@ -66,10 +67,11 @@ def generate(
     top_p: TopP = 1.0,
     max_tokens: MaxTokens = 128,
     seed: Seed = None,
+    n: NumCompletions = 1,
     verbose: Verbose = False,
 ) -> None:
     """Continue prompts, all of them in one batch."""
-    params = sampling_params(temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=max_tokens, seed=seed)
+    params = sampling_params(temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=max_tokens, seed=seed, n=n)
     texts = [sys.stdin.read() if p == "-" else p for p in prompts]
     llm = load_llm(
         verbose,
@@ -86,7 +88,8 @@ def generate(
     with one_line_errors():
         outputs = llm.generate(texts, params, use_tqdm=sys.stderr.isatty())
     for text, output in zip(texts, outputs, strict=True):
-        typer.echo(text + output.outputs[0].text)
+        for completion in output.outputs:
+            typer.echo(text + completion.text)
 
 
 @app.command()

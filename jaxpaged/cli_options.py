@@ -56,6 +56,7 @@ PrefixCaching = Annotated[
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what loads and how long it takes.")]
 
 MaxTokens = Annotated[int, sampling_option("Most tokens to generate.", min=1)]
+NumCompletions = Annotated[int, sampling_option("Completions a prompt.", min=1)]
 TopK = Annotated[int, sampling_option("Sample among the k best tokens; 0 = all.")]
 TopP = Annotated[float, sampling_option("Sample among the best tokens of this probability mass, in (0, 1].")]
 Seed = Annotated[int | None, sampling_option("Makes sampling reproducible.")]

@@ -88,7 +88,10 @@ class Completion:
     @property
     def num_read(self) -> int:
         """Output tokens read so far, of `all`."""
-        return sum(len(c.sequence.token_ids) - c.sequence.num_prompt_tokens for c in self.all)
+        num = len(self.sequence.token_ids) - self.sequence.num_prompt_tokens
+        for completion in self.others:
+            num += completion.num_read
+        return num
 
     def append(self, token_id: int, rating: TokenRating) -> bool:
         """Takes in the sequence's newest token; True if it ends the completion."""

@@ -74,7 +74,8 @@ class StepFunctions:
     def copy_blocks(self, cache: KVCache, pairs: Int32[Array, "2 pairs"]) -> KVCache:
         """Copies blocks `pairs[0]` over blocks `pairs[1]` in all layers; a destination past the pool is padding."""
         self.traces["copy_blocks"] += 1
-        return tuple(LayerKV(*copy_blocks(kv.k, kv.v, pairs[0], pairs[1])) for kv in cache)
+        copy_layer = jax.jit(copy_blocks)  # one trace for all layers
+        return tuple(LayerKV(*copy_layer(kv.k, kv.v, pairs[0], pairs[1])) for kv in cache)
 
     def sample(
         self, raw: Array, edited: Array, sampling: SamplingInputs, *, draws: Draws

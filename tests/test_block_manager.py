@@ -33,6 +33,8 @@ def test_free_gives_back_all_and_only_its_own():
     assert (blocks.num_free, len(first.block_table), len(second.block_table)) == (2, 0, 2)
     blocks.free(first)  # nothing left to free
     blocks.check_integrity()
+    assert blocks.grow(first, 17)
+    assert len(first.block_table) == 2
 
 
 def test_check_integrity_sees_a_table_that_others_changed():

@@ -81,6 +81,13 @@ def test_generate_passes_its_options_on(llm, run):
     assert result.stdout == as_printed(expected + "\n")
 
 
+def test_generate_prints_every_completion(llm, run):
+    result = run("generate", "--n", "3", "--temperature", "1", "--seed", "5", "--max-tokens", "6", "the user")
+    lines = [continued(llm, "the user", temperature=1, seed=seed, max_tokens=6) for seed in (5, 6, 7)]
+    assert len(set(lines)) == 3
+    assert result.stdout == as_printed("".join(f"{line}\n" for line in lines))
+
+
 def test_chat_streams_remembers_and_starts_over(llm, run, conversations):
     result = run(
         "chat", "--max-tokens", "5", "--temperature", "0", "--system", "brief", typed="hello\nagain\n/new\nhello\n\n"
@@ -144,6 +151,7 @@ def test_an_answer_uses_the_room_that_the_context_leaves(run, conversations):
     [
         (["generate", "--temperature", "-1", "a"], "jaxpaged: temperature=-1.0 is out of range"),
         (["generate", "--top-p", "0", "a"], "jaxpaged: top_p=0.0 is out of range"),
+        (["generate", "--n", "1025", "a"], "jaxpaged: n=1025 is out of range: give an int, at least 1, at most 1024"),
         (["chat", "--temperature", "nan"], "jaxpaged: temperature=nan is out of range"),
         (["generate", ""], "jaxpaged: prompt 0: prompt='' has no tokens"),
         (

@@ -251,6 +251,8 @@ CATALOGUE = [
     (tiny.prompt(40, 6), SamplingParams(seed=6, max_tokens=8, allowed_token_ids=range(40, 60))),
     (tiny.prompt(16, 7), SamplingParams(seed=7, max_tokens=30, bad_words=["s", "user"], stop_token_ids=[50, 60])),
     (tiny.prompt(9, 8), SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)),
+    (tiny.prompt(19, 9), SamplingParams(n=3, seed=9, max_tokens=30, ignore_eos=True)),
+    (tiny.prompt(30, 2), SamplingParams(n=6, seed=15, max_tokens=20, stop=["a", "e"], logprobs=1)),
 ]
 
 
@@ -286,10 +288,10 @@ def test_random_adds_aborts_and_steps(llm):
 
 
 def check_same(output, expected):
-    mine, theirs = output.outputs[0], expected.outputs[0]
-    assert (mine.token_ids, mine.text) == (theirs.token_ids, theirs.text)
-    assert (mine.finish_reason, mine.stop_reason) == (theirs.finish_reason, theirs.stop_reason)
-    assert mine.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
+    for mine, theirs in zip(output.outputs, expected.outputs, strict=True):
+        assert (mine.token_ids, mine.text) == (theirs.token_ids, theirs.text)
+        assert (mine.finish_reason, mine.stop_reason) == (theirs.finish_reason, theirs.stop_reason)
+        assert mine.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
     for a, b in zip(output.prompt_logprobs or [], expected.prompt_logprobs or [], strict=True):
         assert (a is None) == (b is None)
         assert a is None or [(i, pytest.approx(x.logprob, abs=1e-4)) for i, x in a.items()] == [
