@@ -147,7 +147,9 @@ def test_samples_end_one_by_one_and_the_request_with_the_last(engine):
     ended = []
     while engine.has_unfinished:
         ended += [c.sequence.index for c in engine.step() if c.finish_reason is not None]
-        assert completion.output().finished == (len(ended) == N)
+        output = completion.output()
+        assert output.finished == (len(ended) == N)
+        assert completion.num_read == sum(len(o.token_ids) for o in output.outputs)
         assert engine.is_running("a") == (len(ended) < N)
     assert sorted(ended) == list(range(N))
     assert len({len(o.token_ids) for o in completion.output().outputs}) > 1
@@ -208,11 +210,15 @@ def test_async_outputs_grow_sample_by_sample(llm):
 
     async def main():
         async with AsyncEngine(fresh_engine(llm)) as engine:
-            outputs = [output async for output in engine.generate(tiny.prompt(11, 4), params)]
-            ended = asyncio.create_task(anext(engine.generate(tiny.prompt(11, 4), params, "b", only_final=True)))
-            while not engine.engine.is_running("b"):
-                await asyncio.sleep(0.001)
-            engine.abort("b")
+            outputs = []
+            async for output in engine.generate(tiny.prompt(11, 4), params):
+                outputs.append(output)
+                assert len(outputs) <= 2 * 30 + 1, "as many as steps bring a token, and the last"
+            long = dataclasses.replace(PLAIN, n=5, max_tokens=100)
+            ended = asyncio.create_task(anext(engine.generate(tiny.prompt(20), long, only_final=True)))
+            while not engine.num_requests:
+                await asyncio.sleep(0)
+            engine.abort("request-1")
             aborted = await ended
         return outputs, aborted, engine.engine.scheduler.blocks.num_used
 
@@ -228,5 +234,5 @@ def test_async_outputs_grow_sample_by_sample(llm):
         "some have ended before others"
     )
     assert outputs[-1].outputs == expected.outputs
-    assert "abort" in {o.finish_reason for o in aborted.outputs}
+    assert [o.finish_reason for o in aborted.outputs] == ["abort"] * 5
     assert num_used == 0
