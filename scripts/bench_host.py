@@ -11,7 +11,6 @@ needs nothing but the scheduler and its block manager.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import random
 import statistics
@@ -24,9 +23,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxpaged.batch import Buckets, StepShape, pack, sampling_words
+from jaxpaged.batch import Buckets, StepShape, pack
+from jaxpaged.bench.memory.usage import serve
+from jaxpaged.bench.workload import Lengths, read_trace
 from jaxpaged.config import SchedulerConfig
-from jaxpaged.request import Request, Sequence
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.scheduler import Scheduler, StepPlan
 
@@ -252,41 +252,17 @@ class Usage(NamedTuple):
     num_steps: int
 
 
-def read_trace(path: Path) -> list[tuple[int, int]]:
-    """Prompt and output tokens of each request."""
-    with path.open(newline="") as file:
-        return [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
-
-
-def measure_usage(trace: list[tuple[int, int]], config: SchedulerConfig) -> Usage:
-    """Serves the trace, all of it there at once, one step ahead; the pretend model's tokens are all 0."""
-    scheduler = Scheduler(config)
-    for arrival, (num_prompt, num_output) in enumerate(trace):
-        params = SamplingParams(temperature=0, max_tokens=num_output)
-        words = sampling_words(params, seed=0, vocab_size=1)
-        request = Request(str(arrival), [0] * num_prompt, params, arrival, words, cache_salt=str(arrival))
-        scheduler.add(Sequence(request))
-    shares, running, peak = [], [], 0
-    previous: StepPlan | None = None
-    while scheduler.has_unfinished:
-        plan = scheduler.schedule()
-        if plan is not None:
-            shares.append(plan.num_tokens_held / (plan.num_blocks_used * config.block_size))
-            running.append(scheduler.num_running)
-            peak = max(peak, plan.num_blocks_used)
-        for row in previous.rows if previous else ():
-            if row.samples:
-                scheduler.append(row.sequence, 0)
-                if row.sequence.num_output_tokens == row.sequence.max_tokens and not row.sequence.num_in_flight:
-                    scheduler.finish(row.sequence)
-        previous = plan
+def measure_usage(trace: list[Lengths], config: SchedulerConfig) -> Usage:
+    """Serves the trace, all of it there at once, one step ahead."""
+    served = serve(Scheduler(config), trace)
+    shares = [moment.held / moment.allocated for moment in served.moments]
     return Usage(
         config.num_blocks,
         statistics.fmean(shares),
         min(shares),
-        peak,
-        statistics.fmean(running),
-        scheduler.num_preemptions,
+        max(moment.allocated for moment in served.moments) // config.block_size,
+        statistics.fmean(moment.running for moment in served.moments),
+        served.num_preemptions,
         len(shares),
     )
 

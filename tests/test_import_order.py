@@ -55,7 +55,8 @@ ROOMS = (
     Room(("llm", "async_engine", "beam_search"), above=("build",)),
     Room(("server",), above=("llm",)),
     Room(("cli_options",), above=("llm",)),
-    Room(("bench",), above=("cli_options",)),
+    Room(("bench.workload", "bench.report", "bench.memory"), above=("batch",), host=True),
+    Room(("bench",), above=("cli_options", "bench.memory")),
     Room(("cli", "__main__"), above=("server", "bench")),
     Room(("jaxpaged",), above=("llm",)),  # the package's __init__
 )
