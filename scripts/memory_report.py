@@ -51,6 +51,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def memory_of(args: argparse.Namespace) -> Memory:
+    return Memory(args.num_slots, args.max_model_len, args.block_size)
+
+
 def run(args: argparse.Namespace) -> None:
     """Simulates, prints, and writes what is wanted.
 
@@ -62,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     options = report.Options(
         traces=args.trace,
         lineages=args.lineages,
-        memory=Memory(args.num_slots, args.max_model_len, args.block_size),
+        memory=memory_of(args),
         num_prompts=args.num_prompts,
         beam_requests=args.beam_requests,
         seed=args.seed,

@@ -18,6 +18,10 @@ from jaxpaged.bench.memory import lineages, plots, report, sharing, systems, usa
 from jaxpaged.bench.memory.contiguous import BuddySpace
 from jaxpaged.bench.memory.systems import Memory
 from jaxpaged.bench.workload import Lengths, read_trace
+from jaxpaged.config import SchedulerConfig
+from jaxpaged.request import Request, Sequence
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.scheduler import Scheduler
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "memory_report.py"
@@ -208,6 +212,27 @@ def test_parallel_sampling_shares_the_prompts_full_blocks():
     assert found.copies_per_token == pytest.approx(2 / (3 * 7))  # the last of the three writes in place
 
 
+def test_the_scheduler_shares_as_much_among_the_samples_of_a_request():
+    config = SchedulerConfig(num_blocks=99, block_size=4, max_model_len=99, max_num_seqs=8, max_num_batched_tokens=99)
+    scheduler = Scheduler(config)
+    request = Request("a", [0] * 9, SamplingParams(n=3, max_tokens=8, ignore_eos=True), 0)
+    first, *others = (Sequence(request, index, b"") for index in range(3))
+    first.unforked = list(others)
+    scheduler.add(first)
+    used = entries = 0
+    while scheduler.has_unfinished:
+        plan = scheduler.schedule()
+        assert plan is not None
+        used += plan.num_blocks_used
+        entries += scheduler.blocks.num_entries
+        for row in plan.rows:
+            scheduler.append(row.sequence, 0)
+            if row.sequence.num_output_tokens == 8:
+                scheduler.finish(row.sequence)
+    found = sharing.measure_sharing([Lengths(9, 8)], 3, lineages.Apart(3), block_size=4)
+    assert found.saved == pytest.approx(1 - used / entries)
+
+
 def test_more_beams_save_more_than_samples_and_lineages_that_meet_sooner_save_more():
     trace = read_trace(WORKLOADS / "alpaca_like.csv", 40)
     saved = {
@@ -370,6 +395,16 @@ def test_errors_are_one_line_before_anything_is_simulated(command, trace, option
     assert shown.out == ""
     assert shown.err.startswith(f"memory_report: {message}"), shown.err
     assert shown.err.count("\n") == 1
+
+
+def test_the_commands_of_the_docs_are_right(command):
+    page = (ROOT / "docs" / "benchmarks.md").read_text().splitlines()
+    lines = [line for line in page if line.startswith(".venv/bin/python scripts/memory_report.py")]
+    assert len(lines) == 3
+    for line in lines:
+        args = command.parse(line.split()[2:])
+        traces = [path if path.is_absolute() else ROOT / path for path in args.trace]
+        assert report.read_traces(report.Options(traces, args.lineages, command.memory_of(args)))
 
 
 def test_plots_without_matplotlib_are_refused(tmp_path, monkeypatch):
