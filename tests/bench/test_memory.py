@@ -186,8 +186,12 @@ def count_shared(trace, width, lineage, block_size):
     return used, entries
 
 
+def half_speed(width):
+    return lineages.HalfSpeed(lineages.Recorded.read(WORKLOADS / "beam_lineages.json", width))
+
+
 @pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize("model", [lineages.Independent, lineages.OneByOne, lineages.Apart])
+@pytest.mark.parametrize("model", [lineages.Independent, half_speed, lineages.Apart])
 def test_shared_blocks_are_those_with_the_same_contents(model, width):
     trace = [Lengths(5, 30), Lengths(8, 9), Lengths(3, 1), Lengths(1, 40)]
 
@@ -243,9 +247,9 @@ def test_more_beams_save_more_than_samples_and_lineages_that_meet_sooner_save_mo
     for width in report.WIDTHS:
         samples = sharing.measure_sharing(trace, width, lineages.Apart(width)).saved
         assert samples < min(share for (_, w), share in saved.items() if w == width)
-    for model in ("recorded", "independent", "one by one"):
+        assert saved["recorded at half speed", width] < saved["recorded", width] < saved["independent", width]
+    for model in ("recorded", "recorded at half speed", "independent"):
         assert saved[model, 2] < saved[model, 4] < saved[model, 6]
-    assert saved["one by one", 6] < saved["independent", 6]
 
 
 def test_a_sample_has_the_lengths_of_the_trace():
@@ -278,8 +282,8 @@ def test_the_bundled_lineages_are_searches_of_a_model(width):
 
 def test_models_of_lineages():
     draw = random.Random(0)
-    one_by_one = lineages.OneByOne(4).lineage(draw)
-    assert all(sorted(Counter(next(one_by_one)).values()) == [1, 1, 2] for _ in range(50))
+    half = lineages.HalfSpeed(lineages.Recorded([[(0, 0, 2), (1, 1, 1)]])).lineage(draw)
+    assert [next(half) for _ in range(4)] == [(0, 0, 2), (0, 1, 2), (1, 1, 1), (0, 1, 2)]
     independent = lineages.Independent(4).lineage(draw)
     chosen = Counter(parent for _ in range(1000) for parent in next(independent))
     assert all(count == pytest.approx(1000, rel=0.15) for count in chosen.values())
@@ -352,7 +356,7 @@ def test_the_report_is_written_without_jax(trace, tmp_path):
         assert {len(values) for values in served["moments"].values()} == {served["num_steps"]}  # 100 at most
     assert [int(size) for size in found["block_sizes"]] == list(report.BLOCK_SIZES)
     assert list(found["sharing"]["parallel"]) == ["2", "4", "6"]
-    assert set(found["sharing"]["beam"]) == {"recorded", "independent", "one by one"}
+    assert set(found["sharing"]["beam"]) == {"recorded", "recorded at half speed", "independent"}
     assert {tuple(by_width) for by_width in found["sharing"]["beam"].values()} == {("2", "4", "6")}
     for kind in ("over_time", "parts", "block_sizes", "sharing"):
         picture = (tmp_path / f"alpaca_like_{kind}.png").read_bytes()

@@ -56,6 +56,19 @@ def _steps(text: str, width: int) -> list[Step]:
     return list(itertools.batched(parents, width))
 
 
+class HalfSpeed:
+    """The recorded lineages with a pause after each step, in which every beam goes on by itself: it takes twice as long
+    until only one of them has survivors."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        self._recorded = recorded
+
+    def lineage(self, draw: Random) -> Iterator[Step]:
+        for step in self._recorded.lineage(draw):
+            yield step
+            yield tuple(range(len(step)))
+
+
 class Independent:
     """Each survivor continues any of the beams, with equal chances (the Wright-Fisher model of genetics)."""
 
@@ -65,19 +78,6 @@ class Independent:
     def lineage(self, draw: Random) -> Iterator[Step]:
         while True:
             yield tuple(sorted(draw.choices(self._beams, k=len(self._beams))))
-
-
-class OneByOne:
-    """In each step one beam ends and another one has two survivors, both chosen with equal chances (the Moran model).
-    Lineages meet as seldom as they can where every step changes the set of beams."""
-
-    def __init__(self, width: int) -> None:
-        self._width = width
-
-    def lineage(self, draw: Random) -> Iterator[Step]:
-        while True:
-            ends, doubles = draw.sample(range(self._width), 2)
-            yield tuple(sorted([*(set(range(self._width)) - {ends}), doubles]))
 
 
 class Apart:

@@ -108,10 +108,11 @@ def make(options: Options, say: Callable[[str], None] = lambda text: None) -> di
 
 def _lineages(path: Path, width: int) -> dict[str, Any]:
     """By the names that the report shows: what counts, and to what it is sensitive."""
+    recorded = lineages.Recorded.read(path, width)
     return {
-        "recorded": lineages.Recorded.read(path, width),
+        "recorded": recorded,
+        "recorded at half speed": lineages.HalfSpeed(recorded),
         "independent": lineages.Independent(width),
-        "one by one": lineages.OneByOne(width),
     }
 
 
