@@ -1,34 +1,29 @@
 """From options to a running engine: checkpoint, parameters, pool size, compiled steps.
 
-The pool's size: a number of blocks or bytes if the user gives one; on a GPU what `gpu_memory_utilization` of the
-device memory leaves beside the weights and the largest step's temporaries, which XLA tells; on a CPU 1 GiB.
+Programs are loaded or compiled while the weights are read: their shapes are known from the model's alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpaged import kv_cache
+from jaxpaged import kv_cache, pool_size
 from jaxpaged.batch import Buckets, StepShape
-from jaxpaged.compilation_cache import use_compilation_cache
-from jaxpaged.config import EngineConfig, SchedulerConfig, blocks_for
+from jaxpaged.compilation_cache import executables_folder, use_compilation_cache
+from jaxpaged.compiling import Compilation, ExecutableCache
+from jaxpaged.config import EngineConfig, SchedulerConfig
 from jaxpaged.engine import Engine
-from jaxpaged.executables import StepFunctions, step_temporaries
+from jaxpaged.executables import Executables, StepFunctions, step_programs
 from jaxpaged.model_source import open_model
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.loading import abstract_params, num_bytes
 from jaxpaged.runner import Runner
 from jaxpaged.scheduler import Scheduler
 from jaxpaged.startup import StartupTimes
-
-logger = logging.getLogger(__name__)
-
-_CPU_POOL_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,42 +62,44 @@ def build_engine(config: EngineConfig, startup: StartupTimes | None = None) -> E
     limits = _CPU if jax.default_backend() == "cpu" else _GPU
     max_num_seqs = config.max_num_seqs or limits.max_num_seqs
     max_tokens = config.max_num_batched_tokens or max(limits.max_num_batched_tokens, max_num_seqs)
-
-    with startup.phase("weights"):
-        params = jax.block_until_ready(source.params(dtype))
+    weights = source.family.weights(model)
     module = source.family.module(model, dtype)
     buckets = Buckets.for_limits(max_num_seqs, max_tokens, smallest=limits.smallest_bucket, ratio=limits.bucket_ratio)
 
-    def step_functions(num_blocks: int) -> StepFunctions:
-        shape = StepShape(
-            blocks_for(max_model_len, config.block_size), config.block_size, num_blocks * config.block_size
-        )
-        return StepFunctions(module, shape, max_num_seqs, config.max_logprobs)
-
-    def temporaries() -> int:
-        functions = step_functions(2)
-        cache = kv_cache.abstract(model, 2, config.block_size, dtype)
-        return step_temporaries(functions, params, cache, buckets.largest)
-
     with startup.phase("sizing"):
-        num_blocks = _num_pool_blocks(config, model, dtype, temporaries)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            num_blocks=num_blocks - 1,  # the null block is nobody's
-            block_size=config.block_size,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_tokens,
-            enable_prefix_caching=config.enable_prefix_caching,
-            kv_reservation=config.kv_reservation,
-            static_batches=config.static_batches,
-        )
+        others = num_bytes(weights, dtype) + pool_size.step_bytes(model, dtype, buckets.largest)
+        num_blocks = pool_size.num_pool_blocks(config, model, dtype, others)
+    scheduler_config = SchedulerConfig(
+        num_blocks=num_blocks - 1,  # the null block is nobody's
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        kv_reservation=config.kv_reservation,
+        static_batches=config.static_batches,
     )
-    with startup.phase("sizing"):
+    params: list[Any] = []
+
+    def compiled(num_blocks: int) -> Executables:
+        shape = StepShape(scheduler_config.table_width, config.block_size, num_blocks * config.block_size)
+        functions = StepFunctions(module, model, dtype, shape, max_num_seqs, config.max_logprobs)
+        pool = kv_cache.abstract(model, num_blocks, config.block_size, dtype)
+        programs = step_programs(functions, abstract_params(weights, dtype), pool, buckets.all)
+        folder = executables_folder()
+        cache = None if folder is None else ExecutableCache(folder, functions.describe())
+        with Compilation(programs, cache) as compilation:
+            if not params:  # while programs compile
+                with startup.phase("weights"):
+                    params.append(jax.block_until_ready(source.params(dtype)))
+            return Executables(functions, compilation.result(startup))
+
+    num_blocks, executables = pool_size.fit(config, model, dtype, num_blocks, compiled)
+    with startup.phase("pool"):
         cache = jax.block_until_ready(kv_cache.allocate(model, num_blocks, config.block_size, dtype))
-    runner = Runner(step_functions(num_blocks), params, cache, buckets, source.eos_token_ids, startup)
+    runner = Runner(executables, params[0], cache, buckets, source.eos_token_ids)
     return Engine(
-        scheduler=scheduler,
+        scheduler=Scheduler(dataclasses.replace(scheduler_config, num_blocks=num_blocks - 1)),
         runner=runner,
         tokenizer=source.tokenizer,
         vocab_size=model.vocab_size,
@@ -129,50 +126,3 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             "lower it"
         )
     return config.max_model_len or longest
-
-
-def _num_pool_blocks(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, temporaries: Any) -> int:
-    """Blocks to allocate, null block included."""
-    budget = config.kv_cache_memory_bytes
-    if config.num_kv_blocks is not None:
-        budget = (config.num_kv_blocks + 1) * config.block_size * model.kv_bytes_per_token(dtype.itemsize)
-    if budget is not None and budget > (memory := _memory()):
-        option = "kv_cache_memory_bytes" if config.num_kv_blocks is None else "num_kv_blocks"
-        raise ValueError(
-            f"{option}={getattr(config, option)} makes a KV pool of {budget / 2**30:.1f} GiB, more than the "
-            f"{memory / 2**30:.1f} GiB of memory; lower it"
-        )
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks + 1
-    if budget is None and jax.default_backend() == "cpu":
-        budget = _CPU_POOL_BYTES
-    if budget is None:
-        stats = jax.devices()[0].memory_stats()
-        if not stats:
-            raise ValueError("the device does not tell its memory size; give num_kv_blocks or kv_cache_memory_bytes")
-        step = temporaries()
-        share = int(config.gpu_memory_utilization * stats["bytes_limit"])
-        budget = share - stats["bytes_in_use"] - step
-        logger.info(
-            "device memory: %.2f GiB may be used, %.2f are in use, %.2f go to a step's temporaries",
-            *(x / 2**30 for x in (share, stats["bytes_in_use"], step)),
-        )
-    num_blocks = kv_cache.blocks_in(max(budget, 0), model, config.block_size, dtype)
-    if num_blocks < 2:
-        least = 2 * config.block_size * model.kv_bytes_per_token(dtype.itemsize)
-        needs = f"but the least KV pool, two blocks of {config.block_size} tokens, takes {least} bytes"
-        if config.kv_cache_memory_bytes is not None:
-            raise ValueError(f"kv_cache_memory_bytes={budget} is given, {needs}; raise it")
-        raise ValueError(
-            f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {max(budget, 0)} bytes, {needs}; raise it, "
-            "or lower max_num_batched_tokens or max_num_seqs"
-        )
-    return num_blocks
-
-
-def _memory() -> int:
-    """Bytes that JAX may use on the default device."""
-    stats = jax.devices()[0].memory_stats()
-    if stats is not None:
-        return stats["bytes_limit"]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -9,13 +9,11 @@ Nothing branches on the device, where the host would wait for the branch to be k
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import math
-import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -24,13 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jaxpaged import batch
+from jaxpaged import batch, logit_passes
 from jaxpaged.batch import Bucket, StepInputs, StepShape
+from jaxpaged.compiling import Program
 from jaxpaged.kv_cache import KVCache, LayerKV, PagedAttend
+from jaxpaged.models.config import ModelConfig
 from jaxpaged.sampler import Alternatives, Draws, Rating, SampleOutput, SamplingInputs, alternatives, rate, sample
-from jaxpaged.startup import StartupTimes
 from pallas_kernels import copy_blocks
 
+SAMPLING_IMAGES = 4
+"""Arrays as large as the logits that sampling holds at once: raw, edited, scaled, weights."""
 _FEW_COPIES = 16
 _LOGPROB_CHUNK = 64  # prompt tokens whose logits are held at once
 
@@ -49,11 +50,18 @@ class StepFunctions:
     """The traceable functions of a step, for one model and pool layout."""
 
     module: nn.Module
+    model: ModelConfig
+    dtype: jnp.dtype
+    """Of activations, as of the parameters."""
     shape: StepShape
     max_rows: int
     max_logprobs: int
     traces: Counter[str] = dataclasses.field(default_factory=Counter)
     """How often each function was traced: after warm-up these numbers stand still."""
+
+    def describe(self) -> str:
+        """All that makes these functions other than those of another engine, as text."""
+        return f"{self.module} {self.model} {self.dtype} {self.shape} {self.max_rows} {self.max_logprobs}"
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """The module's `apply`, whose declared return type knows of no method but `__call__`."""
@@ -132,70 +140,72 @@ def draws_of(sampling: np.ndarray, vocab_size: int) -> Draws:
 
 
 class Executables:
-    """Compiled step functions: `forward` by bucket, `sample` by rows and draws, `alternatives` by rows,
-    `prompt_logprobs` by tokens, `copy_blocks` by pairs."""
+    """Compiled step functions: `forward` by bucket, `sample` by rows and draws, `alternatives` by rows, `edits` (the
+    passes of `logit_passes`, by name) by rows, `prompt_logprobs` by tokens, `copy_blocks` by pairs."""
 
-    def __init__(
-        self,
-        functions: StepFunctions,
-        params: Any,
-        cache: KVCache,
-        buckets: Iterable[Bucket],
-        startup: StartupTimes,
-    ) -> None:
-        """Compiles everything. Of `params` and `cache` only shapes and dtypes are read."""
-        params, cache = _abstract(params), _abstract(cache)
-        # Tracing takes one core, compiling as many as there are.
-        with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            forward, sample, alternatives, prompt_logprobs, copy_blocks = {}, {}, {}, {}, {}
-            with startup.phase("tracing"):
-                for bucket in buckets:
-                    lowered = lower_forward(functions, params, cache, bucket)
-                    forward[bucket] = pool.submit(lowered.compile)
-                    out = lowered.out_info
-                    if bucket.rows not in alternatives:
-                        for draws in Draws:
-                            jitted = jax.jit(functools.partial(functions.sample, draws=draws))
-                            lowered = jitted.lower(out.logits, out.logits, out.sampling)
-                            sample[bucket.rows, draws] = pool.submit(lowered.compile)
-                        lowered = jax.jit(functions.alternatives).lower(out.logits)
-                        alternatives[bucket.rows] = pool.submit(lowered.compile)
-                    if not bucket.decode:
-                        lowered = jax.jit(functions.prompt_logprobs).lower(params, out.hidden, _ints(bucket.tokens))
-                        prompt_logprobs[bucket.tokens] = pool.submit(lowered.compile)
-                for size in _copy_sizes(functions.max_rows):
-                    pairs = jax.ShapeDtypeStruct((2, size), jnp.int32)
-                    lowered = jax.jit(functions.copy_blocks, donate_argnames="cache").lower(cache, pairs)
-                    copy_blocks[size] = pool.submit(lowered.compile)
-            with startup.phase("compiling"):
-                self.forward = {key: future.result() for key, future in forward.items()}
-                self.sample = {key: future.result() for key, future in sample.items()}
-                self.alternatives = {key: future.result() for key, future in alternatives.items()}
-                self.prompt_logprobs = {key: future.result() for key, future in prompt_logprobs.items()}
-                self.copy_blocks = {key: future.result() for key, future in copy_blocks.items()}
+    def __init__(self, functions: StepFunctions, compiled: Mapping[tuple[str, Any], jax.stages.Compiled]) -> None:
+        """Of all `step_programs` of the functions, compiled."""
+        self.functions = functions
+
+        def of(kind: str) -> dict[Any, jax.stages.Compiled]:
+            return {size: executable for (k, size), executable in compiled.items() if k == kind}
+
+        self.forward = of("forward")
+        self.sample = of("sample")
+        self.alternatives = of("alternatives")
+        self.prompt_logprobs = of("prompt_logprobs")
+        self.copy_blocks = dict(sorted(of("copy_blocks").items()))
+        self.edits: dict[int, dict[str, jax.stages.Compiled]] = {}
+        for (rows, name), executable in of("edits").items():
+            self.edits.setdefault(rows, {})[name] = executable
+
+    def step_bytes(self) -> int:
+        """Bytes that the largest step needs beside parameters and pool, as XLA tells."""
+        return max(_step_bytes(executable) for executable in self.forward.values())
 
 
-def _copy_sizes(max_rows: int) -> list[int]:
-    """Numbers of pairs to compile for, ascending: few for a fork, and one for each row of a step."""
-    return sorted({min(_FEW_COPIES, max_rows), max_rows})
-
-
-def lower_forward(functions: StepFunctions, params: Any, cache: KVCache, bucket: Bucket) -> jax.stages.Lowered:
-    """`StepFunctions.forward` for one bucket, lowered for the default device; takes the cache by donation."""
-    forward = jax.jit(functools.partial(functions.forward, bucket=bucket), donate_argnames="cache")
-    buffer = _ints(batch.buffer_size(bucket, functions.shape))
-    return forward.lower(params, cache, buffer, _ints(functions.max_rows))
-
-
-def step_temporaries(functions: StepFunctions, params: Any, cache: KVCache, bucket: Bucket) -> int:
-    """Bytes that a step of a bucket needs beside parameters and pool, as XLA tells."""
-    lowered = lower_forward(functions, _abstract(params), _abstract(cache), bucket)
-    analysis = lowered.compile().memory_analysis()
+def _step_bytes(forward: jax.stages.Compiled) -> int:
+    analysis, out = forward.memory_analysis(), forward.out_info
     assert analysis is not None, "XLA tells the memory of every program on CPU and GPU"
-    out = lowered.out_info
     kept = sum(math.prod(x.shape) * x.dtype.itemsize for x in (out.hidden, out.logits))
-    # Sampling holds a few images of the logits: raw, edited, scaled, weights.
-    return analysis.temp_size_in_bytes + kept + 4 * math.prod(out.logits.shape) * 4
+    return analysis.temp_size_in_bytes + kept + SAMPLING_IMAGES * 4 * math.prod(out.logits.shape)
+
+
+def step_programs(
+    functions: StepFunctions, params: Any, cache: KVCache, buckets: Iterable[Bucket]
+) -> dict[tuple[str, Any], Program]:
+    """All that has to be compiled, largest first. Of `params` and `cache` only shapes and dtypes are read."""
+    params, cache = _abstract(params), _abstract(cache)
+    previous, row_sizes = _ints(functions.max_rows), {}
+    programs: dict[tuple[str, Any], Program] = {}
+    for bucket in buckets:
+        buffer = _ints(batch.buffer_size(bucket, functions.shape))
+        forward = functools.partial(functions.forward, bucket=bucket)
+        name = f"forward_{bucket.tokens}x{bucket.rows}" + ("_decode" if bucket.decode else "")
+        programs["forward", bucket] = Program(name, forward, (params, cache, buffer, previous), donate=(1,))
+        row_sizes[bucket.rows] = None
+        if not bucket.decode and ("prompt_logprobs", bucket.tokens) not in programs:
+            hidden = jax.ShapeDtypeStruct((bucket.tokens, functions.model.hidden_size), functions.dtype)
+            args = params, hidden, _ints(bucket.tokens)
+            programs["prompt_logprobs", bucket.tokens] = Program("prompt_logprobs", functions.prompt_logprobs, args)
+    for rows in row_sizes:
+        logits = jax.ShapeDtypeStruct((rows, functions.model.vocab_size), jnp.float32)
+        sampling = _abstract_sampling(rows)
+        for draws in Draws:
+            sample = functools.partial(functions.sample, draws=draws)
+            programs["sample", (rows, draws)] = Program(f"sample_{draws.value}", sample, (logits, logits, sampling))
+        programs["alternatives", rows] = Program("alternatives", functions.alternatives, (logits,))
+        for name, edit in logit_passes.programs(*logits.shape).items():
+            programs["edits", (rows, name)] = edit
+    for size in {min(_FEW_COPIES, functions.max_rows), functions.max_rows}:  # few for a fork, and one for each row
+        pairs = jax.ShapeDtypeStruct((2, size), jnp.int32)
+        programs["copy_blocks", size] = Program("copy_blocks", functions.copy_blocks, (cache, pairs), donate=(0,))
+    return programs
+
+
+def _abstract_sampling(rows: int) -> SamplingInputs:
+    floats, ints = (jax.ShapeDtypeStruct((rows,), dtype) for dtype in (jnp.float32, jnp.int32))
+    return SamplingInputs(floats, ints, floats, floats, jax.ShapeDtypeStruct((rows, 2), jnp.uint32), ints)  # pyright: ignore
 
 
 def _abstract(tree: Any) -> Any:

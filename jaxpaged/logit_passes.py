@@ -1,19 +1,21 @@
 """The device half of logit edits: passes of a fixed capacity, so that nothing recompiles whatever users send.
 
 Owns how the flat arrays of `logit_edits` reach the logits: allowed tokens, then bans and biases, then penalties,
-which is vLLM's order. The caller is the runner: `edit_logits` each step in which `collect_edits` found something,
-`warm_up` once for each bucket of rows.
+which is vLLM's order. The caller is the runner, each step in which `collect_edits` found something, with the passes
+that were compiled ahead for its rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float32, Int32
 
+from jaxpaged.compiling import Program
 from jaxpaged.logit_edits import Entries, LogitEdits
 
 CAPACITY = 4096
@@ -71,66 +73,86 @@ def apply_penalties(
     return logits - (per_use + jnp.where(in_output, presence[:, None], 0.0))
 
 
+def _copy(logits: Array) -> Array:
+    return jnp.array(logits, copy=True)
+
+
+def _no_mask(logits: Array) -> Array:
+    return jnp.zeros_like(logits, dtype=bool)
+
+
+def _no_counts(logits: Array) -> Array:
+    return jnp.zeros_like(logits, dtype=jnp.int32)
+
+
 # The logits are copied once and then edited in place: each pass owns, and gives away, its first argument.
-_copy = jax.jit(lambda logits: jnp.array(logits, copy=True))
-_no_mask = jax.jit(lambda logits: jnp.zeros_like(logits, dtype=bool))
-_no_counts = jax.jit(lambda logits: jnp.zeros_like(logits, dtype=jnp.int32))
-_apply_bias = jax.jit(apply_bias, donate_argnums=0)
-_accumulate_mask = jax.jit(accumulate_mask, donate_argnums=0)
-_accumulate_counts = jax.jit(accumulate_counts, donate_argnums=0)
-_restrict_to_allowed = jax.jit(restrict_to_allowed, donate_argnums=0)
-_apply_penalties = jax.jit(apply_penalties, donate_argnums=0)
+_PASSES: dict[str, tuple[Callable[..., Array], tuple[int, ...]]] = {
+    "copy": (_copy, ()),
+    "no_mask": (_no_mask, ()),
+    "no_counts": (_no_counts, ()),
+    "apply_bias": (apply_bias, (0,)),
+    "accumulate_mask": (accumulate_mask, (0,)),
+    "accumulate_counts": (accumulate_counts, (0,)),
+    "restrict_to_allowed": (restrict_to_allowed, (0,)),
+    "apply_penalties": (apply_penalties, (0,)),
+}
 
-JITTED_PASSES = (
-    _copy,
-    _no_mask,
-    _no_counts,
-    _apply_bias,
-    _accumulate_mask,
-    _accumulate_counts,
-    _restrict_to_allowed,
-    _apply_penalties,
-)
-"""Everything that `edit_logits` runs on the device; after `warm_up` none of them traces again."""
+Passes = Mapping[str, Callable[..., Array]]
+"""Everything that `edit_logits` runs on the device, by name, compiled for its rows and vocabulary or jitted."""
+
+JITTED_PASSES: Passes = {name: jax.jit(edit, donate_argnums=donate) for name, (edit, donate) in _PASSES.items()}
 
 
-def edit_logits(raw_logits: Float32[Array, "rows vocab"], edits: LogitEdits) -> Float32[Array, "rows vocab"]:
+def programs(rows: int, vocab: int) -> dict[str, Program]:
+    """The passes, to compile them ahead."""
+
+    def shape(dtype: DTypeLike, *dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    logits, mask = shape(jnp.float32, rows, vocab), shape(bool, rows, vocab)
+    counts, per_row = shape(jnp.int32, rows, vocab), shape(jnp.float32, rows)
+    cells = shape(jnp.int32, CAPACITY), shape(jnp.int32, CAPACITY)
+    args = {
+        "copy": (logits,),
+        "no_mask": (logits,),
+        "no_counts": (logits,),
+        "apply_bias": (logits, *cells, shape(jnp.float32, CAPACITY)),
+        "accumulate_mask": (mask, *cells),
+        "accumulate_counts": (counts, *cells),
+        "restrict_to_allowed": (logits, shape(bool, rows), mask),
+        "apply_penalties": (logits, counts, mask, per_row, per_row, per_row),
+    }
+    return {name: Program(name, edit, args[name], donate) for name, (edit, donate) in _PASSES.items()}
+
+
+def edit_logits(
+    raw_logits: Float32[Array, "rows vocab"], edits: LogitEdits, passes: Passes = JITTED_PASSES
+) -> Float32[Array, "rows vocab"]:
     """The logits to sample from; `raw_logits` stays as it is, for log-probabilities.
 
-    Dispatches a few jitted passes and returns without waiting for them. Cells that nobody edits keep their bits.
+    Dispatches a few passes and returns without waiting for them. Cells that nobody edits keep their bits.
     """
     rows = raw_logits.shape[0]
-    logits = _copy(raw_logits)
+    logits = passes["copy"](raw_logits)
     if edits.restricted.any():
-        logits = _restrict_to_allowed(logits, edits.restricted, _mask(raw_logits, edits.allowed))
+        logits = passes["restrict_to_allowed"](logits, edits.restricted, _mask(raw_logits, passes, edits.allowed))
     for row_ids, tokens, values in _chunks(rows, edits.biased, edits.bias):
-        logits = _apply_bias(logits, row_ids, tokens, values)
+        logits = passes["apply_bias"](logits, row_ids, tokens, values)
     if edits.has_penalties:
-        counts = _no_counts(raw_logits)
+        counts = passes["no_counts"](raw_logits)
         for row_ids, tokens, _ in _chunks(rows, edits.output):
-            counts = _accumulate_counts(counts, row_ids, tokens)
-        prompt_mask = _mask(raw_logits, edits.prompt)
-        logits = _apply_penalties(logits, counts, prompt_mask, edits.presence, edits.frequency, edits.repetition)
+            counts = passes["accumulate_counts"](counts, row_ids, tokens)
+        prompt_mask = _mask(raw_logits, passes, edits.prompt)
+        logits = passes["apply_penalties"](
+            logits, counts, prompt_mask, edits.presence, edits.frequency, edits.repetition
+        )
     return logits
 
 
-def warm_up(logits: Float32[Array, "rows vocab"]) -> None:
-    """Compiles every pass for these rows and this vocabulary.
-
-    Args:
-      logits: any array shaped, typed and placed (device, sharding) as the step's logits will be; unchanged.
-    """
-    rows = logits.shape[0]
-    one = Entries(np.zeros(1, np.int32), np.zeros(1, np.int32))
-    zeros, ones = np.zeros(rows, np.float32), np.ones(rows, np.float32)
-    restricted = np.ones(rows, bool)
-    edit_logits(logits, LogitEdits(restricted, one, one, zeros[:1], one, one, zeros, zeros, ones))
-
-
-def _mask(like: Array, entries: Entries) -> Bool[Array, "rows vocab"]:
-    mask = _no_mask(like)
+def _mask(like: Array, passes: Passes, entries: Entries) -> Bool[Array, "rows vocab"]:
+    mask = passes["no_mask"](like)
     for row_ids, tokens, _ in _chunks(like.shape[0], entries):
-        mask = _accumulate_mask(mask, row_ids, tokens)
+        mask = passes["accumulate_mask"](mask, row_ids, tokens)
     return mask
 
 

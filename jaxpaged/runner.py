@@ -15,12 +15,11 @@ import numpy as np
 
 from jaxpaged import batch, logit_passes
 from jaxpaged.batch import Bucket, Buckets
-from jaxpaged.executables import Executables, StepFunctions, draws_of
+from jaxpaged.executables import Executables, draws_of
 from jaxpaged.kv_cache import KVCache
-from jaxpaged.logit_edits import EditRequest, collect_edits
+from jaxpaged.logit_edits import EditRequest, LogitEdits, collect_edits
 from jaxpaged.sampler import Alternatives, Rating, SampleOutput
 from jaxpaged.scheduler import Row, StepPlan
-from jaxpaged.startup import StartupTimes
 
 
 class StepResult(NamedTuple):
@@ -59,38 +58,33 @@ class Runner:
 
     def __init__(
         self,
-        functions: StepFunctions,
+        executables: Executables,
         params: Any,
         cache: KVCache,
         buckets: Buckets,
         eos_token_ids: tuple[int, ...],
-        startup: StartupTimes,
     ) -> None:
-        """Compiles all buckets; after that, nothing compiles.
+        """Nothing compiles from here on.
 
         Args:
-          functions: the traceable step.
+          executables: the step, compiled for all buckets.
           params: the model's parameters, on the device.
           cache: the pool; the runner owns it from here on.
-          buckets: the shapes to compile.
+          buckets: the shapes of steps.
           eos_token_ids: what `min_tokens` holds back.
-          startup: takes down how long tracing, compiling and warm-up take.
         """
-        self._functions = functions
+        self._executables = executables
+        self._functions = executables.functions
         self._params = params
         self._cache = cache
         self._buckets = buckets
         self._eos_token_ids = eos_token_ids
-        self._previous = jnp.zeros(functions.max_rows, jnp.int32)
+        self._previous = jnp.zeros(self._functions.max_rows, jnp.int32)
         self.steps_by_bucket: Counter[Bucket] = Counter()
         """Steps dispatched so far in each padded shape."""
         self.tokens_by_bucket: Counter[Bucket] = Counter()
         """Tokens of those steps, padding left out."""
-        self._executables = Executables(functions, params, cache, buckets.all, startup)
-        with startup.phase("warm-up"):
-            self._vocab_size = self._executables.forward[buckets.largest].out_info.logits.shape[1]
-            for bucket in buckets.decode:
-                logit_passes.warm_up(jnp.zeros((bucket.rows, self._vocab_size), jnp.float32))
+        self._vocab_size = self._functions.model.vocab_size
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Starts a step; the plans of all steps must be dispatched in the order in which they were made."""
@@ -105,7 +99,7 @@ class Runner:
         out = self._executables.forward[bucket](self._params, self._cache, buffer, self._previous)
         self._cache = out.cache
         edits = collect_edits(_edit_requests(plan, self._eos_token_ids), bucket.rows)
-        edited = out.logits if edits is None else logit_passes.edit_logits(out.logits, edits)
+        edited = out.logits if edits is None else self._edit(out.logits, edits)
         self._previous, sampled = self._executables.sample[bucket.rows, draws](out.logits, edited, out.sampling)
         wants_alternatives = any(row.samples and row.sequence.request.params.logprobs for row in plan.rows)
         alternatives = self._executables.alternatives[bucket.rows](out.logits) if wants_alternatives else None
@@ -115,6 +109,9 @@ class Runner:
             targets[: plan.num_tokens] = np.concatenate([prompt_targets(row) for row in plan.rows])
             prompt = self._executables.prompt_logprobs[bucket.tokens](self._params, out.hidden, targets)
         return StepHandle(plan, sampled, alternatives, prompt)
+
+    def _edit(self, logits: jax.Array, edits: LogitEdits) -> jax.Array:
+        return logit_passes.edit_logits(logits, edits, self._executables.edits[logits.shape[0]])
 
     def _copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Starts the copies of a step, which its rows read and write afterwards."""

@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 class StartupTimes:
     """Wall-clock seconds of each phase, in the order in which the phases began; they don't overlap.
 
-    An engine's: "device" (JAX finds it), "checkpoint" (headers and tokenizer), "weights" (read or made, onto the
-    device), "sizing" (the pool's size and its allocation), "tracing" (to XLA's input, the first ones compiling
-    meanwhile), "compiling" (waiting for the rest) and "warm-up".
+    An engine's: "device" (JAX finds it), "checkpoint" (headers and tokenizer), "sizing" (of the pool), "weights" (read
+    or made, onto the device; programs are loaded, traced and compiled meanwhile), then waits for the rest of that:
+    "loading" (what an earlier start compiled), "tracing" (to XLA's input) and "compiling"; and "pool" (its allocation).
     """
 
     def __init__(self) -> None:

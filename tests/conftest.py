@@ -21,6 +21,16 @@ TINY_OPTIONS = {
 }
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_kept_executables():
+    """Engines of tests are traced and compiled, whatever an earlier run left in the user's cache."""
+    from jaxpaged import build
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "executables_folder", lambda: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def demo_path():
     """The demo model's GGUF file, fetched once into the user's cache."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.logit_edits import EditRequest, Entries, LogitEdits, banned_ids, collect_edits
-from jaxpaged.logit_passes import CAPACITY, JITTED_PASSES, edit_logits, warm_up
+from jaxpaged.logit_passes import CAPACITY, JITTED_PASSES, edit_logits, programs
 from jaxpaged.sampling_params import SamplingParams
 
 ROWS, VOCAB = 4, 6000
@@ -160,10 +160,10 @@ def test_extreme_penalties_make_no_nan() -> None:
         assert edited[0, 4] == 1.0
 
 
-def test_warm_up_leaves_nothing_to_compile() -> None:
+def test_the_compiled_passes_serve_any_edits() -> None:
     logits = jax.random.normal(jax.random.key(0), (2, 77))
-    warm_up(logits)
-    before = [jitted._cache_size() for jitted in JITTED_PASSES]
+    passes = {name: program.lower().compile() for name, program in programs(2, 77).items()}
+    assert passes.keys() == JITTED_PASSES.keys()
     for output in ([3], LONG[:10], [token % 77 for token in LONG]):
         everything = request(
             1,
@@ -178,14 +178,8 @@ def test_warm_up_leaves_nothing_to_compile() -> None:
         )
         edits = collect_edits([everything], 2)
         assert edits is not None
-        edit_logits(logits, edits)
-    assert [jitted._cache_size() for jitted in JITTED_PASSES] == before
-
-
-def test_warm_up_is_what_traced() -> None:
-    before = [jitted._cache_size() for jitted in JITTED_PASSES]
-    warm_up(jnp.zeros((3, 61)))
-    assert [jitted._cache_size() for jitted in JITTED_PASSES] == [size + 1 for size in before]
+        edited = edit_logits(logits, edits, passes)  # which refuse any other shape or dtype
+        np.testing.assert_array_equal(edited, edit_logits(logits, edits))
 
 
 def test_padding_is_dropped() -> None:

@@ -152,7 +152,7 @@ def test_what_needs_a_tokenizer_is_refused(random_llm, prompt, params):
 
 
 def test_the_start_is_told_by_phase(random_llm):
-    phases = ["device", "checkpoint", "weights", "sizing", "tracing", "compiling", "warm-up"]
+    phases = ["device", "checkpoint", "sizing", "weights", "loading", "tracing", "compiling", "pool"]
     assert list(random_llm.startup.seconds) == phases
     assert min(random_llm.startup.seconds.values()) >= 0
     assert random_llm.startup.seconds["tracing"] > 0

@@ -7,10 +7,12 @@ is one tensor as it is.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
@@ -58,6 +60,24 @@ def load_params(reader: TensorReader, weights: WeightMap, ignored: str, dtype: j
         else:
             (flat[path],) = tensors
     return {"params": unflatten_dict(flat, sep="/")}
+
+
+def abstract_params(weights: WeightMap, dtype: jnp.dtype) -> dict[str, Any]:
+    """Shapes and dtypes of all parameters."""
+    flat = {path: jax.ShapeDtypeStruct(shape_of(path, sources), dtype) for path, sources in weights.items()}
+    return {"params": unflatten_dict(flat, sep="/")}
+
+
+def shape_of(path: str, sources: tuple[Source, ...]) -> tuple[int, ...]:
+    """Of a parameter."""
+    if path.endswith("/kernel"):
+        return sources[0].shape[1], sum(s.shape[0] for s in sources)
+    return sources[0].shape
+
+
+def num_bytes(weights: WeightMap, dtype: jnp.dtype) -> int:
+    """Of all parameters."""
+    return dtype.itemsize * sum(math.prod(s.shape) for sources in weights.values() for s in sources)
 
 
 def check_tensors(reader: TensorReader, sources: Iterable[tuple[Source, ...]], ignored: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
-from jaxpaged.models.loading import WeightMap
+from jaxpaged.models.loading import WeightMap, num_bytes, shape_of
 
 _EMBEDDING_SCALE = 0.02
 
@@ -30,7 +29,7 @@ def random_params(weights: WeightMap, dtype: jnp.dtype, seed: int = 0) -> dict[s
     Raises:
       ValueError: they take more than the device's free memory; says how much, and makes none.
     """
-    needed = dtype.itemsize * sum(math.prod(s.shape) for sources in weights.values() for s in sources)
+    needed = num_bytes(weights, dtype)
     if needed > (free := _free_memory()):
         raise ValueError(
             f"the weights take {needed / 2**30:.1f} GiB in {dtype.name}, more than the {free / 2**30:.1f} GiB of "
@@ -39,9 +38,7 @@ def random_params(weights: WeightMap, dtype: jnp.dtype, seed: int = 0) -> dict[s
     key = jax.random.key(seed)
     flat = {}
     for i, (path, sources) in enumerate(weights.items()):
-        shape = sources[0].shape
-        if path.endswith("/kernel"):  # stored [out, in] and joined along out, see `loading`
-            shape = (shape[1], sum(s.shape[0] for s in sources))
+        shape = shape_of(path, sources)
         if len(shape) == 1:
             flat[path] = jnp.ones(shape, dtype)
         else:

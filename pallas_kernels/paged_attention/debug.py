@@ -33,6 +33,11 @@ def debug_checks(enabled: bool = True) -> AbstractContextManager[None]:
     return _enabled(enabled)
 
 
+def debug_checks_enabled() -> bool:
+    """Whether this thread is in `debug_checks`, so that what it traces calls back to the host."""
+    return _enabled.value
+
+
 def checked_tables(
     block_tables: Int32[Array, "seqs table_width"],
     kv_lens: Int32[Array, " seqs"],
