@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpaged import kv_cache, pool_size
+from jaxpaged import kv_cache, pool_size, step_buffers
 from jaxpaged.batch import Buckets, StepShape
 from jaxpaged.compilation_cache import executables_folder, use_compilation_cache
 from jaxpaged.compiling import Compilation, ExecutableCache
@@ -67,7 +67,8 @@ def build_engine(config: EngineConfig, startup: StartupTimes | None = None) -> E
     buckets = Buckets.for_limits(max_num_seqs, max_tokens, smallest=limits.smallest_bucket, ratio=limits.bucket_ratio)
 
     with startup.phase("sizing"):
-        others = num_bytes(weights, dtype) + pool_size.step_bytes(model, dtype, buckets.largest)
+        step = pool_size.step_bytes(model, dtype, buckets.largest) + step_buffers.num_bytes(model, dtype, buckets)
+        others = num_bytes(weights, dtype) + step
         num_blocks = pool_size.num_pool_blocks(config, model, dtype, others)
     scheduler_config = SchedulerConfig(
         num_blocks=num_blocks - 1,  # the null block is nobody's

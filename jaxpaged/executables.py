@@ -1,9 +1,10 @@
 """The step's device functions, compiled ahead for every bucket, so that nothing compiles while serving.
 
-A step is two executables that run back to back: `forward` (KV write, attention, logits of each row's last token;
-the pool is donated) and `sample`. Apart, because requests with logit edits or penalties pass through
-`logit_passes` between the two, and the variants of sampling must not multiply the large executables. What only some
-steps ask for runs for them alone: block copies before `forward`, alternatives and prompt log-probabilities after it.
+A step is two executables that run back to back, after a small one that moves its input into place (`stage`): `forward`
+(KV write, attention, logits of each row's last token; the pool is donated) and `sample`. Apart, because requests with
+logit edits or penalties pass through `logit_passes` between the two, and the variants of sampling must not multiply the
+large executables. What only some steps ask for runs for them alone: block copies before `forward`, alternatives and
+prompt log-probabilities after it. What passes from one to the next stays in its place (`step_buffers`).
 Nothing branches on the device, where the host would wait for the branch to be known.
 """
 
@@ -41,7 +42,6 @@ class ForwardOutput(NamedTuple):
 
     hidden: Float[Array, "tokens hidden"]
     logits: Float[Array, "rows vocab"]  # of each row's last token, float32
-    sampling: SamplingInputs
     cache: KVCache
 
 
@@ -67,17 +67,37 @@ class StepFunctions:
         """The module's `apply`, whose declared return type knows of no method but `__call__`."""
         return self.module.apply(*args, **kwargs)
 
-    def forward(self, params: Any, cache: KVCache, buffer: Array, previous: Array, *, bucket: Bucket) -> ForwardOutput:
-        """Runs the model on a packed step; `previous` holds the ids that the step before sampled, by row."""
+    def stage(self, packed: Array, place: Array, *, bucket: Bucket) -> tuple[Array, SamplingInputs]:
+        """A packed step, in the place of the last one of its bucket; and what `sample` needs of it."""
+        self.traces["stage"] += 1
+        del place
+        return packed, _sampling_inputs(batch.unpack(packed, bucket, self.shape))
+
+    def forward(
+        self,
+        params: Any,
+        cache: KVCache,
+        packed: Array,
+        previous: Array,
+        hidden: Array,
+        logits: Array,
+        *,
+        bucket: Bucket,
+    ) -> ForwardOutput:
+        """Runs the model on a packed step; `previous` holds the ids that the step before sampled, by row.
+
+        `hidden` and `logits` are those of an earlier step, in whose places the new ones come.
+        """
         self.traces["forward"] += 1
-        x = batch.unpack(buffer, bucket, self.shape)
+        del hidden, logits
+        x = batch.unpack(packed, bucket, self.shape)
         tokens = jnp.where(x.sources >= 0, previous[x.sources.clip(0)], x.tokens)
         attend = PagedAttend(
             x.slots, x.block_tables, x.kv_lens, x.query_starts, max_query_len=1 if bucket.decode else None
         )
-        hidden, cache = self._apply(params, tokens, x.positions, cache, attend)
-        logits = self._apply(params, hidden[x.last_tokens], method="logits")
-        return ForwardOutput(hidden, logits, _sampling_inputs(x), cache)
+        new_hidden, cache = self._apply(params, tokens, x.positions, cache, attend)
+        new_logits = self._apply(params, new_hidden[x.last_tokens], method="logits")
+        return ForwardOutput(new_hidden, new_logits, cache)
 
     def copy_blocks(self, cache: KVCache, pairs: Int32[Array, "2 pairs"]) -> KVCache:
         """Copies blocks `pairs[0]` over blocks `pairs[1]` in all layers; a destination past the pool is padding."""
@@ -86,10 +106,11 @@ class StepFunctions:
         return tuple(LayerKV(*copy_layer(kv.k, kv.v, pairs[0], pairs[1])) for kv in cache)
 
     def sample(
-        self, raw: Array, edited: Array, sampling: SamplingInputs, *, draws: Draws
+        self, raw: Array, edited: Array, sampling: SamplingInputs, previous: Array, *, draws: Draws
     ) -> tuple[Array, SampleOutput]:
-        """Token ids by row, padded to `max_rows` (the next step's `previous`), and all that was sampled."""
+        """Token ids by row, padded to `max_rows`, in the place of the `previous` ones, and all that was sampled."""
         self.traces["sample"] += 1
+        del previous
         output = sample(raw, edited, sampling, draws=draws)
         return jnp.pad(output.token_ids, (0, self.max_rows - raw.shape[0])), output
 
@@ -140,8 +161,8 @@ def draws_of(sampling: np.ndarray, vocab_size: int) -> Draws:
 
 
 class Executables:
-    """Compiled step functions: `forward` by bucket, `sample` by rows and draws, `alternatives` by rows, `edits` (the
-    passes of `logit_passes`, by name) by rows, `prompt_logprobs` by tokens, `copy_blocks` by pairs."""
+    """Compiled step functions: `stage` and `forward` by bucket, `sample` by rows and draws, `alternatives` by rows,
+    `edits` (the passes of `logit_passes`, by name) by rows, `prompt_logprobs` by tokens, `copy_blocks` by pairs."""
 
     def __init__(self, functions: StepFunctions, compiled: Mapping[tuple[str, Any], jax.stages.Compiled]) -> None:
         """Of all `step_programs` of the functions, compiled."""
@@ -150,6 +171,7 @@ class Executables:
         def of(kind: str) -> dict[Any, jax.stages.Compiled]:
             return {size: executable for (k, size), executable in compiled.items() if k == kind}
 
+        self.stage = of("stage")
         self.forward = of("forward")
         self.sample = of("sample")
         self.alternatives = of("alternatives")
@@ -160,15 +182,16 @@ class Executables:
             self.edits.setdefault(rows, {})[name] = executable
 
     def step_bytes(self) -> int:
-        """Bytes that the largest step needs beside parameters and pool, as XLA tells."""
-        return max(_step_bytes(executable) for executable in self.forward.values())
+        """Bytes that the largest step needs beside parameters and pool, as XLA tells, and the buffers between steps."""
+        outputs = [executable.out_info for executable in self.forward.values()]
+        buffers = {x.shape: math.prod(x.shape) * x.dtype.itemsize for out in outputs for x in (out.hidden, out.logits)}
+        return sum(buffers.values()) + max(_step_bytes(executable) for executable in self.forward.values())
 
 
 def _step_bytes(forward: jax.stages.Compiled) -> int:
-    analysis, out = forward.memory_analysis(), forward.out_info
+    analysis, logits = forward.memory_analysis(), forward.out_info.logits
     assert analysis is not None, "XLA tells the memory of every program on CPU and GPU"
-    kept = sum(math.prod(x.shape) * x.dtype.itemsize for x in (out.hidden, out.logits))
-    return analysis.temp_size_in_bytes + kept + SAMPLING_IMAGES * 4 * math.prod(out.logits.shape)
+    return analysis.temp_size_in_bytes + SAMPLING_IMAGES * 4 * math.prod(logits.shape)
 
 
 def step_programs(
@@ -179,13 +202,16 @@ def step_programs(
     previous, row_sizes = _ints(functions.max_rows), {}
     programs: dict[tuple[str, Any], Program] = {}
     for bucket in buckets:
-        buffer = _ints(batch.buffer_size(bucket, functions.shape))
-        forward = functools.partial(functions.forward, bucket=bucket)
-        name = f"forward_{bucket.tokens}x{bucket.rows}" + ("_decode" if bucket.decode else "")
-        programs["forward", bucket] = Program(name, forward, (params, cache, buffer, previous), donate=(1,))
+        packed = _ints(batch.buffer_size(bucket, functions.shape))
+        hidden = jax.ShapeDtypeStruct((bucket.tokens, functions.model.hidden_size), functions.dtype)
+        logits = jax.ShapeDtypeStruct((bucket.rows, functions.model.vocab_size), jnp.float32)
+        size = f"{bucket.tokens}x{bucket.rows}" + ("_decode" if bucket.decode else "")
+        stage, forward = (functools.partial(f, bucket=bucket) for f in (functions.stage, functions.forward))
+        args = params, cache, packed, previous, hidden, logits
+        programs["forward", bucket] = Program(f"forward_{size}", forward, args, donate=(1, 4, 5))
+        programs["stage", bucket] = Program(f"stage_{size}", stage, (packed, packed), donate=(1,))
         row_sizes[bucket.rows] = None
         if not bucket.decode and ("prompt_logprobs", bucket.tokens) not in programs:
-            hidden = jax.ShapeDtypeStruct((bucket.tokens, functions.model.hidden_size), functions.dtype)
             args = params, hidden, _ints(bucket.tokens)
             programs["prompt_logprobs", bucket.tokens] = Program("prompt_logprobs", functions.prompt_logprobs, args)
     for rows in row_sizes:
@@ -193,7 +219,8 @@ def step_programs(
         sampling = _abstract_sampling(rows)
         for draws in Draws:
             sample = functools.partial(functions.sample, draws=draws)
-            programs["sample", (rows, draws)] = Program(f"sample_{draws.value}", sample, (logits, logits, sampling))
+            args = logits, logits, sampling, previous
+            programs["sample", (rows, draws)] = Program(f"sample_{draws.value}", sample, args, donate=(3,))
         programs["alternatives", rows] = Program("alternatives", functions.alternatives, (logits,))
         for name, edit in logit_passes.programs(*logits.shape).items():
             programs["edits", (rows, name)] = edit

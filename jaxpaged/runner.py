@@ -20,6 +20,7 @@ from jaxpaged.kv_cache import KVCache
 from jaxpaged.logit_edits import EditRequest, LogitEdits, collect_edits
 from jaxpaged.sampler import Alternatives, Rating, SampleOutput
 from jaxpaged.scheduler import Row, StepPlan
+from jaxpaged.step_buffers import StepBuffers
 
 
 class StepResult(NamedTuple):
@@ -79,7 +80,8 @@ class Runner:
         self._cache = cache
         self._buckets = buckets
         self._eos_token_ids = eos_token_ids
-        self._previous = jnp.zeros(self._functions.max_rows, jnp.int32)
+        f = self._functions
+        self._buffers = StepBuffers(f.model, f.dtype, f.shape, f.max_rows, buckets)
         self.steps_by_bucket: Counter[Bucket] = Counter()
         """Steps dispatched so far in each padded shape."""
         self.tokens_by_bucket: Counter[Bucket] = Counter()
@@ -95,19 +97,29 @@ class Runner:
             self._copy_blocks(plan.copies)
         packed = batch.pack(plan, bucket, self._functions.shape)
         draws = draws_of(batch.unpack(packed, bucket, self._functions.shape).sampling, self._vocab_size)
-        buffer = jax.device_put(packed)
-        out = self._executables.forward[bucket](self._params, self._cache, buffer, self._previous)
-        self._cache = out.cache
+        buffers, executables = self._buffers, self._executables
+        buffers.packed[bucket], sampling = executables.stage[bucket](jax.device_put(packed), buffers.packed[bucket])
+        out = executables.forward[bucket](
+            self._params,
+            self._cache,
+            buffers.packed[bucket],
+            buffers.previous,
+            buffers.hidden[bucket.tokens],
+            buffers.logits[bucket.rows],
+        )
+        buffers.hidden[bucket.tokens], buffers.logits[bucket.rows], self._cache = out
         edits = collect_edits(_edit_requests(plan, self._eos_token_ids), bucket.rows)
         edited = out.logits if edits is None else self._edit(out.logits, edits)
-        self._previous, sampled = self._executables.sample[bucket.rows, draws](out.logits, edited, out.sampling)
+        buffers.previous, sampled = executables.sample[bucket.rows, draws](
+            out.logits, edited, sampling, buffers.previous
+        )
         wants_alternatives = any(row.samples and row.sequence.request.params.logprobs for row in plan.rows)
-        alternatives = self._executables.alternatives[bucket.rows](out.logits) if wants_alternatives else None
+        alternatives = executables.alternatives[bucket.rows](out.logits) if wants_alternatives else None
         prompt = None
         if any(map(wants_prompt_logprobs, plan.rows)):
             targets = np.zeros(bucket.tokens, np.int32)
             targets[: plan.num_tokens] = np.concatenate([prompt_targets(row) for row in plan.rows])
-            prompt = self._executables.prompt_logprobs[bucket.tokens](self._params, out.hidden, targets)
+            prompt = executables.prompt_logprobs[bucket.tokens](self._params, out.hidden, targets)
         return StepHandle(plan, sampled, alternatives, prompt)
 
     def _edit(self, logits: jax.Array, edits: LogitEdits) -> jax.Array:
@@ -122,7 +134,8 @@ class Runner:
         self._cache = self._executables.copy_blocks[size](self._cache, jax.device_put(pairs))
 
     def recover(self) -> None:
-        """Makes the pool usable again after `dispatch` broke off, which may have given it away; its KV is lost."""
+        """Makes pool and buffers usable after `dispatch` broke off, which may have given them away; the KV is lost."""
+        self._buffers.replace_lost()
         if any(x.is_deleted() for x in jax.tree.leaves(self._cache)):
             self._cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._cache)
 
@@ -131,9 +144,9 @@ class Runner:
         """Traces of step functions so far: stands still after construction."""
         return sum(self._functions.traces.values())
 
-    def pool_addresses(self) -> list[int]:
-        """Where the pool's buffers lie: the same before and after any step, as donation promises."""
-        return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(self._cache)]
+    def addresses(self) -> list[int]:
+        """Where the pool and the step buffers lie: the same before and after any step, as donation promises."""
+        return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(self._cache)] + self._buffers.addresses()
 
 
 def wants_prompt_logprobs(row: Row) -> bool:

@@ -106,6 +106,6 @@ def test_nothing_compiles_after_warm_up(demo_llm):
 
 
 def test_the_pool_stays_where_it_is(demo_llm):
-    before = demo_llm.engine.runner.pool_addresses()
+    before = demo_llm.engine.runner.addresses()
     demo_llm.generate([[3, 4, 5]] * 3, SamplingParams(max_tokens=5), use_tqdm=False)
-    assert demo_llm.engine.runner.pool_addresses() == before
+    assert demo_llm.engine.runner.addresses() == before

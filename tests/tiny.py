@@ -74,13 +74,13 @@ def tokens_of(output: RequestOutput) -> list[int]:
 def leaves_nothing_behind(llm: LLM) -> Iterator[LLM]:
     """Body of a fixture: after the test no block is in use, nothing was traced, and the pool lies where it lay."""
     runner = llm.engine.runner
-    traces, addresses = runner.num_traces, runner.pool_addresses()
+    traces, addresses = runner.num_traces, runner.addresses()
     yield llm
     assert not llm.engine.has_unfinished
     assert llm.cache_stats().num_blocks_used == 0
     llm.engine.scheduler.check_integrity()
     assert runner.num_traces == traces
-    assert runner.pool_addresses() == addresses
+    assert runner.addresses() == addresses
 
 
 def rotated(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:

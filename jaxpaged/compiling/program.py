@@ -25,7 +25,8 @@ class Program:
     def jitted(self) -> Any:
         # A new function for JAX, which else may give what was compiled for another engine of the process, and by then
         # nobody knows whether that came from a file (see `ExecutableCache.store`).
-        return jax.jit(functools.partial(self.function), donate_argnums=self.donate)
+        # Arguments that are not read are kept: they may be where the result goes.
+        return jax.jit(functools.partial(self.function), donate_argnums=self.donate, keep_unused=True)
 
     def lower(self) -> jax.stages.Lowered:
         """Traces and lowers it for the default device."""

@@ -77,7 +77,7 @@ class Worker:
             return exported.call(*args)
 
         call.__name__ = program.name
-        return jax.jit(call, donate_argnums=program.donate).lower(*program.args)
+        return jax.jit(call, donate_argnums=program.donate, keep_unused=True).lower(*program.args)
 
     def close(self) -> None:
         """Ends the process, whatever it does."""

@@ -105,9 +105,9 @@ def test_an_engine_from_workers_gives_the_same_tokens(monkeypatch):
     llm = LLM(tiny.PATH, dtype="float32", max_model_len=128, block_size=8, num_kv_blocks=24, max_num_seqs=1,
               max_num_batched_tokens=8)  # fmt: skip
     assert llm.engine.runner.num_traces == 0
-    addresses = llm.engine.runner.pool_addresses()
+    addresses = llm.engine.runner.addresses()
     assert tokens_of(llm.generate(PROMPT, GREEDY, use_tqdm=False)[0]) == TOKENS
-    assert llm.engine.runner.pool_addresses() == addresses
+    assert llm.engine.runner.addresses() == addresses
 
 
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)

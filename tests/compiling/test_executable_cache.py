@@ -207,9 +207,9 @@ def test_the_second_engine_traces_nothing_and_gives_the_same_tokens(monkeypatch,
     expected = served(first)
     second = LLM(tiny.PATH, **OPTIONS)
     assert second.engine.runner.num_traces == 0
-    addresses = second.engine.runner.pool_addresses()
+    addresses = second.engine.runner.addresses()
     assert served(second) == expected
-    assert second.engine.runner.pool_addresses() == addresses
+    assert second.engine.runner.addresses() == addresses
     assert not caplog.records
 
     count = len(files(folder))
