@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 _GREEDY_BELOW = 1e-5
 _MOST_SAMPLES = 1024  # each costs the host a little at once, which one request must not make all others wait for
@@ -166,6 +166,45 @@ class SamplingParams:
     def seed_words(self) -> tuple[int, int] | None:
         """The seed as two 32-bit words, high one first, which is JAX's threefry key; None = not seeded."""
         return None if self.seed in (None, -1) else divmod(int(self.seed) % 2**64, 2**32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """How to search for the likeliest continuations of one prompt (`LLM.beam_search`, `jaxpaged.beams`).
+
+    The options and their meanings are those of Hugging Face Transformers. Raises ValueError for anything out of range
+    or of another type.
+    """
+
+    beam_width: int
+    """Beams that are followed, and sequences that come back."""
+    max_tokens: int | None = 16
+    """Most tokens of a sequence; None = up to max_model_len."""
+    length_penalty: float = 1.0
+    """Sequences are compared by the sum of their log-probabilities divided by length ** length_penalty: above 0, the
+    higher, the longer they get; below 0 the shorter."""
+    early_stopping: bool | Literal["never"] = False
+    """When to stop, with beam_width sequences finished: True = at once, False = when the best running beam is unlikely
+    to beat the worst of them, "never" = when it can't."""
+    ignore_eos: bool = False
+    """Keep going past EOS: all sequences get max_tokens tokens."""
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _integer("beam_width", self.beam_width, "an int", 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, "an int, or None for as many as fit", 1)
+        _number("length_penalty", self.length_penalty, -10, 10)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            _refuse("early_stopping", self.early_stopping, "unknown", 'give True, False or "never"')
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
+            _flag(name, getattr(self, name))
+
+    @cached_property
+    def as_sampling(self) -> SamplingParams:
+        """What the engine's other parts see: a request that samples greedily and waits for each of its tokens."""
+        return SamplingParams(temperature=0, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos, detokenize=False)
 
 
 def validate_for(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
