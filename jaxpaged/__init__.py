@@ -10,14 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxpaged.llm import LLM
-    from jaxpaged.outputs import CompletionOutput, RequestOutput
-    from jaxpaged.sampling_params import SamplingParams
+    from jaxpaged.outputs import BeamSearchOutput, BeamSequence, CompletionOutput, RequestOutput
+    from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSequence",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "jaxpaged.llm",
+    "BeamSearchOutput": "jaxpaged.outputs",
+    "BeamSearchParams": "jaxpaged.sampling_params",
+    "BeamSequence": "jaxpaged.outputs",
     "CompletionOutput": "jaxpaged.outputs",
     "RequestOutput": "jaxpaged.outputs",
     "SamplingParams": "jaxpaged.sampling_params",

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from types import TracebackType
 
+from jaxpaged.beam_completion import BeamCompletion
 from jaxpaged.completion import Completion
 from jaxpaged.engine import Engine
 from jaxpaged.outputs import RequestOutput
@@ -354,7 +355,7 @@ class AsyncEngine:
         except Exception as error:  # the request's own fault, and its reader's to hear
             self._end(stream, error)
 
-    def _note(self, advanced: Iterable[Completion]) -> list[_Stream]:
+    def _note(self, advanced: Iterable[Completion | BeamCompletion]) -> list[_Stream]:
         """Notes how far requests have come; returns those whose readers are to be woken."""
         news: dict[_Stream, None] = {}
         for completion in advanced:

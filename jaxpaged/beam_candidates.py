@@ -1,12 +1,13 @@
 """The device half of beam search: of all continuations of a request's beams, the likeliest.
 
-The runner calls `find_candidates` between `forward` and `sample`, in steps that have beams only. Nothing is compiled
+The runner calls `start_search` between `forward` and `sample`, in steps that have beams only. Nothing is compiled
 at start-up: a variant for each bucket of rows and each beam width (padded to a power of two) would cost every engine
 that never searches seconds. Each is compiled when it is first used, and kept in JAX's persistent cache.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32, Int32
+
+from jaxpaged.beams import Candidate, num_candidates
 
 _CHUNK = 128  # tokens of the vocabulary that compete as one at first
 
@@ -30,13 +33,25 @@ class Candidates(NamedTuple):
     token_ids: Int32[Array, "groups candidates"]
 
 
-class BeamRows(NamedTuple):
-    """Some requests' beams in a step, all padded to the same width. Numpy, made by `group_rows`."""
+class Beams(NamedTuple):
+    """A request's beams in a step."""
 
-    rows: np.ndarray
-    """int32 [groups, width]: rows of the logits, one past the last where there is no beam."""
-    logprobs: np.ndarray
-    """float32 [groups, width]: of each beam the sum over its output so far."""
+    width: int
+    """As many as there may be."""
+    first_row: int
+    """Row of the first one's logits; the others' follow."""
+    logprobs: Sequence[float]
+    """Of each the sum over its output so far."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["found"], meta_fields=["requests"])
+@dataclasses.dataclass(frozen=True)
+class PendingCandidates:
+    """Candidates of some requests, on the device or brought to the host: a pytree of arrays."""
+
+    requests: tuple[int, ...]
+    """Which requests the first groups are, as they were given; the others are padding."""
+    found: Candidates
 
 
 def padded_width(beam_width: int) -> int:
@@ -44,22 +59,41 @@ def padded_width(beam_width: int) -> int:
     return 1 << (beam_width - 1).bit_length()
 
 
-def group_rows(groups: Sequence[Sequence[tuple[int, float]]], width: int, num_rows: int) -> list[BeamRows]:
-    """Beams, request by request, as arrays of a fixed shape: as many groups of `width` as fill the rows.
+def start_search(
+    logits: Float32[Array, "rows vocab"], requests: Sequence[Beams], num_eos: int
+) -> list[PendingCandidates]:
+    """Starts what finds all requests' candidates, as many requests of a width in one call as fill the rows.
 
     Args:
-      groups: for each request (row, sum of log-probabilities) of each beam, `width` at most.
-      width: padded beam width.
-      num_rows: rows of the logits.
+      logits: the step's.
+      requests: whose beams are among the rows.
+      num_eos: the model's end-of-sequence tokens.
     """
-    capacity = max(1, num_rows // width)
-    arrays = []
-    for first in range(0, len(groups), capacity):
-        rows, logprobs = np.full((capacity, width), num_rows, np.int32), np.zeros((capacity, width), np.float32)
-        for i, group in enumerate(groups[first : first + capacity]):
-            rows[i, : len(group)], logprobs[i, : len(group)] = zip(*group, strict=True)
-        arrays.append(BeamRows(rows, logprobs))
-    return arrays
+    pending = []
+    num_rows = logits.shape[0]
+    for width in sorted({padded_width(beams.width) for beams in requests}):
+        members = [i for i, beams in enumerate(requests) if padded_width(beams.width) == width]
+        capacity = max(1, num_rows // width)
+        for start in range(0, len(members), capacity):
+            chosen = members[start : start + capacity]
+            rows, logprobs = np.full((capacity, width), num_rows, np.int32), np.zeros((capacity, width), np.float32)
+            for group, i in enumerate(chosen):
+                _, first, sums = requests[i]
+                rows[group, : len(sums)] = range(first, first + len(sums))
+                logprobs[group, : len(sums)] = sums
+            found = find_candidates(logits, rows, logprobs, num_candidates=num_candidates(width, num_eos))
+            pending.append(PendingCandidates(tuple(chosen), found))
+    return pending
+
+
+def read_candidates(pending: Sequence[PendingCandidates], num_requests: int) -> list[list[Candidate]]:
+    """Of each request its candidates, best first; `pending` is what `start_search` gave, brought to the host."""
+    candidates: list[list[Candidate]] = [[] for _ in range(num_requests)]
+    for part in pending:
+        columns = (column.tolist() for column in (part.found.parents, part.found.token_ids, part.found.logprobs))
+        for i, parents, token_ids, logprobs in zip(part.requests, *columns, strict=False):
+            candidates[i] = list(map(Candidate, parents, token_ids, logprobs))
+    return candidates
 
 
 @functools.partial(jax.jit, static_argnames="num_candidates")

@@ -60,11 +60,17 @@ class BeamSearch:
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._length = 0
         self._running: list[_Chain] = [None]
+        self._logprobs = [0.0]
         self._finished: list[tuple[float, Candidate, _Chain]] = []  # score, candidate, the tokens before it; best first
 
     @property
     def is_over(self) -> bool:
         return not self._running
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Sums of the running beams, best first."""
+        return self._logprobs
 
     def advance(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """Takes in the candidates of a step, best first, and gives those that run on, best first; none at the end."""
@@ -84,6 +90,7 @@ class BeamSearch:
         if survivors and self._can_stop(survivors[0].logprob):
             survivors = []
         self._running = [(self._running[c.parent], c.token_id) for c in survivors]
+        self._logprobs = [c.logprob for c in survivors]
         return survivors
 
     def finished(self) -> list[Hypothesis]:

@@ -16,12 +16,16 @@ from contextlib import contextmanager
 from itertools import count
 
 from jaxpaged import batch
+from jaxpaged.beam_candidates import Beams, padded_width, read_candidates
+from jaxpaged.beam_completion import BeamCompletion
+from jaxpaged.beam_group import BeamGroup
+from jaxpaged.beams import num_candidates
 from jaxpaged.completion import Completion, TokenRating
 from jaxpaged.outputs import CacheStats, StepStats
 from jaxpaged.request import Request, Sequence
 from jaxpaged.runner import Runner, StepHandle, StepResult, prompt_targets, wants_prompt_logprobs
 from jaxpaged.sampler import Alternatives, Rating
-from jaxpaged.sampling_params import SamplingParams, validate_for
+from jaxpaged.sampling_params import BeamSearchParams, SamplingParams, validate_for
 from jaxpaged.scheduler import Row, Scheduler, StepPlan
 from jaxpaged.tokenizer import Tokenizer
 
@@ -54,6 +58,7 @@ class Engine:
         self._seed = seed
         self._max_logprobs = max_logprobs
         self._completions: dict[str, Completion] = {}  # of each request the first
+        self._searches: dict[str, BeamCompletion] = {}  # of the requests for beam searches, which are not among those
         self._num_requests = 0
         self._in_flight: StepHandle | None = None
         self._stats = _PoolStats()
@@ -73,11 +78,11 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._completions)
+        return bool(self._completions or self._searches)
 
     def is_running(self, request_id: str) -> bool:
         """Whether a request of this id has been added and has not ended."""
-        return request_id in self._completions
+        return request_id in self._completions or request_id in self._searches
 
     def add_request(
         self, request_id: str, prompt: str | Ids[int], params: SamplingParams, cache_salt: str | None = None
@@ -95,16 +100,11 @@ class Engine:
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params={params!r:.80} must be a SamplingParams")
-        if not isinstance(cache_salt, str | None):
-            raise ValueError(f"cache_salt={cache_salt!r:.80} must be a string, or None")
         validate_for(params, self.vocab_size, self._max_logprobs)
-        token_ids = self._checked_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-        if not token_ids:
-            raise ValueError(f"prompt={prompt!r} has no tokens; give at least one")
+        token_ids = self._checked_prompt(prompt, cache_salt)
         with self._turn:
             self._mend()
-            if request_id in self._completions:
-                raise ValueError(f"request_id={request_id!r} is in use by a request that still runs; choose another")
+            self._check_unused(request_id)
             completion = self._completion(
                 self._request(request_id, token_ids, params, cache_salt), prompt if isinstance(prompt, str) else None
             )
@@ -112,6 +112,34 @@ class Engine:
                 self.scheduler.add(completion.sequence)
                 self._num_requests += 1
                 self._completions[request_id] = completion
+        return completion
+
+    def add_beam_search(
+        self, request_id: str, prompt: str | Ids[int], params: BeamSearchParams, cache_salt: str | None = None
+    ) -> BeamCompletion:
+        """Queues a beam search; its completion has its sequences when `step` has been called until it ends.
+
+        Args: as for `add_request`.
+
+        Raises:
+          ValueError: as for `add_request`.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params={params!r:.80} must be a BeamSearchParams")
+        self._check_width(params.beam_width)
+        token_ids = self._checked_prompt(prompt, cache_salt)
+        tokenizer = self.tokenizer if params.detokenize else None
+        with self._turn:
+            self._mend()
+            self._check_unused(request_id)
+            request = self._request(request_id, token_ids, params.as_sampling, cache_salt)
+            group = BeamGroup(request, params.beam_width)
+            with self._whole_change():
+                self.scheduler.add(group.leader)
+                self._num_requests += 1
+                text = prompt if isinstance(prompt, str) else None
+                completion = BeamCompletion(group, params, text, tokenizer, self._eos_token_ids)
+                self._searches[request_id] = completion
         return completion
 
     def abort_request(self, request_id: str) -> None:
@@ -124,8 +152,13 @@ class Engine:
                         if completion.finish_reason is None:
                             completion.finish("abort")
                             self.scheduler.finish(completion.sequence)
+            elif request_id in self._searches:
+                with self._whole_change():
+                    search = self._searches.pop(request_id)
+                    search.finish("abort")
+                    self.scheduler.finish(search.sequence)
 
-    def step(self) -> list[Completion]:
+    def step(self) -> list[Completion | BeamCompletion]:
         """Dispatches a step, reads the one before, and returns the completions that it advanced.
 
         If the step fails or is interrupted, all requests end as aborted before the error goes on; the engine then
@@ -139,8 +172,8 @@ class Engine:
                 previous, self._in_flight = self._in_flight, None
                 if plan is not None:
                     self._stats.add(plan, self.scheduler.config.block_size)
-                    self._in_flight = self.runner.dispatch(plan)
-                elif previous is None and self._completions:
+                    self._in_flight = self.runner.dispatch(plan, self._beams_of(plan) if plan.searches else [])
+                elif previous is None and self.has_unfinished:
                     raise RuntimeError("no request can advance, though none is in flight: the engine's books are wrong")
                 advanced = [] if previous is None else self._take_in(previous.plan, previous.read())
             except BaseException:
@@ -213,11 +246,14 @@ class Engine:
             for completion in first.all:
                 if completion.finish_reason is None:
                     completion.finish("abort")
-        self._completions = {}
+        for search in self._searches.values():
+            if search.finish_reason is None:
+                search.finish("abort")
+        self._completions, self._searches = {}, {}
         self._is_whole = True
 
-    def _take_in(self, plan: StepPlan, result: StepResult) -> list[Completion]:
-        advanced = []
+    def _take_in(self, plan: StepPlan, result: StepResult) -> list[Completion | BeamCompletion]:
+        advanced: list[Completion | BeamCompletion] = self._take_in_searches(plan, result) if plan.searches else []
         offset = 0
         wanted = 0
         if result.alternatives is not None:
@@ -240,6 +276,26 @@ class Engine:
                             del self._completions[sequence.request.request_id]
                     advanced.append(completion)
             offset += row.count
+        return advanced
+
+    def _beams_of(self, plan: StepPlan) -> list[Beams]:
+        """What the device has to know of each search of a step."""
+        return [Beams(group.width, first, self._searches[group.request_id].logprobs) for group, first in plan.searches]
+
+    def _take_in_searches(self, plan: StepPlan, result: StepResult) -> list[Completion | BeamCompletion]:
+        advanced: list[Completion | BeamCompletion] = []
+        found = read_candidates(result.pending, len(plan.searches))
+        for (group, _), candidates in zip(plan.searches, found, strict=True):
+            search = self._searches.get(group.request_id)
+            if search is None or search.group is not group:
+                continue  # it was aborted; another one may have its id
+            survivors = search.advance(candidates)
+            if survivors:
+                self.scheduler.advance_beams(group, [(c.parent, c.token_id) for c in survivors])
+            else:
+                self.scheduler.finish(group.leader)
+                del self._searches[group.request_id]
+            advanced.append(search)
         return advanced
 
     def _completion(self, request: Request, prompt: str | None) -> Completion:
@@ -273,6 +329,27 @@ class Engine:
         if (words := params.seed_words) is not None:
             return words[0] << 32 | words[1]
         return int.from_bytes(hashlib.sha256(f"{self._seed} {arrival}".encode()).digest()[:8])
+
+    def _check_unused(self, request_id: str) -> None:
+        if self.is_running(request_id):
+            raise ValueError(f"request_id={request_id!r} is in use by a request that still runs; choose another")
+
+    def _check_width(self, beam_width: int) -> None:
+        needed = num_candidates(padded_width(beam_width), len(self._eos_token_ids))
+        if needed > self.vocab_size:
+            raise ValueError(
+                f"beam_width={beam_width} chooses among {needed} candidates, more than the {self.vocab_size} tokens of "
+                "the model's vocabulary; lower it"
+            )
+
+    def _checked_prompt(self, prompt: str | Ids[int], cache_salt: str | None) -> list[int]:
+        """The prompt's token ids."""
+        if not isinstance(cache_salt, str | None):
+            raise ValueError(f"cache_salt={cache_salt!r:.80} must be a string, or None")
+        token_ids = self._checked_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        if not token_ids:
+            raise ValueError(f"prompt={prompt!r} has no tokens; give at least one")
+        return token_ids
 
     def _checked_ids(self, prompt: Ids[int]) -> list[int]:
         if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Ids):

@@ -8,16 +8,18 @@ import numbers
 import os
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
 
+from jaxpaged.beam_completion import BeamCompletion
 from jaxpaged.build import build_engine
 from jaxpaged.completion import Completion
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import Engine
-from jaxpaged.outputs import CacheStats, RequestOutput, TextDelta
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.outputs import BeamSearchOutput, CacheStats, RequestOutput, TextDelta
+from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.startup import StartupTimes
 
 Prompt = str | Sequence[int]
@@ -76,7 +78,8 @@ class LLM:
           ValueError: a prompt or a parameter is out of range; then nothing is generated.
         """
         listed = _as_list(prompts)
-        params = _per_prompt(sampling_params, len(listed))
+        given = SamplingParams() if sampling_params is None else sampling_params
+        params = _per_prompt(given, len(listed), SamplingParams, "sampling_params")
         ids = [next(self._request_ids) for _ in listed]
         completions: list[Completion] = []
         try:
@@ -86,6 +89,45 @@ class LLM:
                 pass
         finally:
             # Whatever interrupts the run (an error, Ctrl-C), no block stays taken.
+            for request_id in ids:
+                self.engine.abort_request(request_id)
+        return [completion.output() for completion in completions]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        *,
+        use_tqdm: bool = True,
+        cache_salt: str | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Finds the likeliest continuations of every prompt and returns them in the order of the prompts.
+
+        The rules, and so sequences and scores, are those of Transformers' `generate(num_beams=...)`; see
+        `jaxpaged.beams`. The beams of a prompt are sequences of the engine's batches that share their KV blocks up to
+        where they differ, and take `beam_width` of the `max_num_seqs` places. The first search of a width compiles what
+        finds its candidates.
+
+        Args:
+          prompts: as for `generate`.
+          params: one for all, or one a prompt.
+          use_tqdm: as for `generate`.
+          cache_salt: as for `generate`.
+
+        Raises:
+          ValueError: a prompt or a parameter is out of range; then nothing is searched.
+        """
+        listed = _as_list(prompts)
+        searches = _per_prompt(params, len(listed), BeamSearchParams, "params")
+        ids = [next(self._request_ids) for _ in listed]
+        completions: list[BeamCompletion] = []
+        try:
+            for i, (prompt, p) in enumerate(zip(listed, searches, strict=True)):
+                with _naming_the_prompt(i):
+                    completions.append(self.engine.add_beam_search(ids[i], prompt, p, cache_salt))
+            for _ in self._run(completions, use_tqdm):
+                pass
+        finally:
             for request_id in ids:
                 self.engine.abort_request(request_id)
         return [completion.output() for completion in completions]
@@ -165,12 +207,10 @@ class LLM:
     def _add(
         self, request_id: str, prompt: Prompt, params: SamplingParams, index: int, cache_salt: str | None
     ) -> Completion:
-        try:
+        with _naming_the_prompt(index):
             return self.engine.add_request(request_id, prompt, params, cache_salt)
-        except ValueError as error:
-            raise ValueError(f"prompt {index}: {error}") from error
 
-    def _run(self, completions: Sequence[Completion], use_tqdm: bool) -> Iterator[None]:
+    def _run(self, completions: Sequence[Completion | BeamCompletion], use_tqdm: bool) -> Iterator[None]:
         """Steps until the completions have ended, a yield each."""
         with _Progress(len(completions), disable=not use_tqdm) as progress:
             while not all(c.request_finished for c in completions):
@@ -202,7 +242,7 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
-    def update(self, advanced: Iterable[Completion], engine: Engine) -> None:
+    def update(self, advanced: Iterable[Completion | BeamCompletion], engine: Engine) -> None:
         if self._bar.disable:
             return
         ended = set()
@@ -246,11 +286,20 @@ def _conversations(messages: Any) -> Sequence[Any]:
     return [messages] if not messages or isinstance(messages[0], Mapping) else messages
 
 
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
-        raise ValueError(f"sampling_params={params!r:.80} must be a SamplingParams, a list of them, or None")
+def _per_prompt[P](params: P | Sequence[P], num_prompts: int, kind: type[P], name: str) -> list[P]:
+    if isinstance(params, kind):
+        return [params] * num_prompts
+    if not isinstance(params, Sequence) or not all(isinstance(p, kind) for p in params):
+        raise ValueError(f"{name}={params!r:.80} must be a {kind.__name__}, or a list of them")
     if len(params) != num_prompts:
-        raise ValueError(f"sampling_params has {len(params)} entries for {num_prompts} prompts; give one, or one each")
+        raise ValueError(f"{name} has {len(params)} entries for {num_prompts} prompts; give one, or one each")
     return list(params)
+
+
+@contextmanager
+def _naming_the_prompt(index: int) -> Iterator[None]:
+    """Says in a ValueError which prompt it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"prompt {index}: {error}") from error

@@ -73,6 +73,37 @@ class RequestOutput:
 
 
 @dataclasses.dataclass(frozen=True)
+class BeamSequence:
+    """One of the sequences that a beam search found."""
+
+    token_ids: list[int]
+    """Output tokens; an end-of-sequence token is the last of them."""
+    text: str | None
+    """Without that token; None if the request does not detokenise."""
+    cumulative_logprob: float
+    """Sum of the log-probabilities of `token_ids`."""
+    score: float
+    """`cumulative_logprob` / number of tokens ** length_penalty, which the sequences are ordered by."""
+    finish_reason: FinishReason
+    """"stop" at an end-of-sequence token, "length" at the last token allowed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamSearchOutput:
+    """A prompt and the likeliest continuations that were found."""
+
+    request_id: str
+    prompt: str | None
+    """None if the prompt was given as token ids."""
+    prompt_token_ids: list[int]
+    sequences: list[BeamSequence]
+    """`beam_width` of them, best first."""
+    num_preemptions: int
+    num_cached_tokens: int
+    """Prompt tokens whose KV was found in the pool and not computed."""
+
+
+@dataclasses.dataclass(frozen=True)
 class StepStats:
     """What an engine's steps did so far; the difference of two tells of the time between."""
 

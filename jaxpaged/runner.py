@@ -7,6 +7,7 @@ the host has the next step planned. The pool passes from step to step by donatio
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 
 from jaxpaged import batch, logit_passes
 from jaxpaged.batch import Bucket, Buckets
+from jaxpaged.beam_candidates import Beams, PendingCandidates, start_search
 from jaxpaged.executables import Executables, draws_of
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.logit_edits import EditRequest, LogitEdits, collect_edits
@@ -32,6 +34,8 @@ class StepResult(NamedTuple):
     """To each sampled token, if a row asks for them."""
     prompt: tuple[Rating, Alternatives] | None
     """Of each prompt token that follows a token of the step (as `prompt_targets`), if a row asks for them."""
+    pending: list[PendingCandidates]
+    """What `beam_candidates.read_candidates` reads the candidates of the plan's searches from."""
 
 
 class StepHandle:
@@ -43,9 +47,11 @@ class StepHandle:
         sampled: SampleOutput,
         alternatives: Alternatives | None,
         prompt: tuple[Rating, Alternatives] | None,
+        pending: list[PendingCandidates],
     ) -> None:
         self.plan = plan
-        self._arrays = StepResult(sampled.token_ids, sampled.rating, alternatives, prompt)  # pyright: ignore[reportArgumentType]
+        arrays = (sampled.token_ids, sampled.rating, alternatives, prompt, pending)
+        self._arrays = StepResult(*arrays)  # pyright: ignore[reportArgumentType]
         for array in jax.tree.leaves(self._arrays):
             array.copy_to_host_async()
 
@@ -88,8 +94,11 @@ class Runner:
         """Tokens of those steps, padding left out."""
         self._vocab_size = self._functions.model.vocab_size
 
-    def dispatch(self, plan: StepPlan) -> StepHandle:
-        """Starts a step; the plans of all steps must be dispatched in the order in which they were made."""
+    def dispatch(self, plan: StepPlan, searches: Sequence[Beams] = ()) -> StepHandle:
+        """Starts a step; the plans of all steps must be dispatched in the order in which they were made.
+
+        Args: `searches` are the beams of each of the plan's searches.
+        """
         bucket = self._buckets.fit(plan.num_tokens, len(plan.rows), plan.num_empty_rows)
         self.steps_by_bucket[bucket] += 1
         self.tokens_by_bucket[bucket] += plan.num_tokens
@@ -108,6 +117,7 @@ class Runner:
             buffers.logits[bucket.rows],
         )
         buffers.hidden[bucket.tokens], buffers.logits[bucket.rows], self._cache = out
+        pending = start_search(out.logits, searches, len(self._eos_token_ids)) if searches else []
         edits = collect_edits(_edit_requests(plan, self._eos_token_ids), bucket.rows)
         edited = out.logits if edits is None else self._edit(out.logits, edits)
         buffers.previous, sampled = executables.sample[bucket.rows, draws](
@@ -120,7 +130,7 @@ class Runner:
             targets = np.zeros(bucket.tokens, np.int32)
             targets[: plan.num_tokens] = np.concatenate([prompt_targets(row) for row in plan.rows])
             prompt = executables.prompt_logprobs[bucket.tokens](self._params, out.hidden, targets)
-        return StepHandle(plan, sampled, alternatives, prompt)
+        return StepHandle(plan, sampled, alternatives, prompt, pending)
 
     def _edit(self, logits: jax.Array, edits: LogitEdits) -> jax.Array:
         return logit_passes.edit_logits(logits, edits, self._executables.edits[logits.shape[0]])

@@ -72,8 +72,8 @@ def test_the_default_parameters_are_those_of_sampling_params(llm):
         (["a", ""], None, "prompt 1: prompt='' has no tokens"),
         (["a", "b"], [SAMPLED], "sampling_params has 1 entries for 2 prompts; give one, or one each"),
         ("a", [SAMPLED] * 2, "sampling_params has 2 entries for 1 prompts"),
-        ("a", 5, "sampling_params=5 must be a SamplingParams, a list of them, or None"),
-        ("a", [{"temperature": 0}], "must be a SamplingParams, a list of them, or None"),
+        ("a", 5, "sampling_params=5 must be a SamplingParams, or a list of them"),
+        ("a", [{"temperature": 0}], "must be a SamplingParams, or a list of them"),
         ("a", {"temperature": 0}, "sampling_params={'temperature': 0} must be a SamplingParams"),
     ],
 )
