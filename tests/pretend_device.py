@@ -8,7 +8,10 @@ copied too late, published too early or handed out while it is in use shows as o
 from __future__ import annotations
 
 from host import is_done, next_token
+from toy_beams import ToyModel, best_continuations
 
+from jaxpaged.beam_group import BeamGroup
+from jaxpaged.beams import BeamSearch, num_candidates
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.request import Sequence
 from jaxpaged.scheduler import Scheduler, StepPlan
@@ -21,6 +24,8 @@ class Device:
         self.slots: dict[int, tuple[int, ...]] = {}
         self.in_flight: StepPlan | None = None
         self.num_copies = 0
+        self.searches: dict[BeamGroup, tuple[BeamSearch, ToyModel]] = {}
+        """Of groups that were added to the scheduler the search and its model; the test puts them here."""
         self._stop = stop
 
     def step(self, *, ahead: bool) -> StepPlan | None:
@@ -30,8 +35,13 @@ class Device:
         if plan is not None:
             self._run(plan)
         read, self.in_flight = (self.in_flight, plan) if ahead else (plan, None)
+        beams = {beam for group, _ in read.searches for beam in group.members} if read else set()
+        for group, first in read.searches if read else ():
+            assert [row.sequence for row in read.rows[first : first + len(group.members)]] == group.members
+            if not group.leader.is_finished:
+                self._advance(group)
         for row in read.rows if read else ():
-            if row.samples and not row.sequence.is_finished:
+            if row.samples and row.sequence not in beams and not row.sequence.is_finished:
                 token = next_token(row.sequence, row.start + row.count)
                 self.scheduler.append(row.sequence, token)
                 if is_done(row.sequence) or (self._stop and token % self._stop == 0):
@@ -47,6 +57,16 @@ class Device:
             self.step(ahead=ahead)
         raise AssertionError("no progress")
 
+    def _advance(self, group: BeamGroup) -> None:
+        search, model = self.searches[group]
+        outputs = [tuple(beam.output_token_ids) for beam in group.members]
+        beams = list(zip(outputs, search.logprobs, strict=True))
+        survivors = search.advance(best_continuations(model.logprobs, beams, num_candidates(group.width, 1)))
+        if survivors:
+            self.scheduler.advance_beams(group, [(c.parent, c.token_id) for c in survivors])
+        else:
+            self.scheduler.finish(group.leader)
+
     def _run(self, plan: StepPlan) -> None:
         """All writes of a step come before any reading, as in a layer."""
         self._copy(plan.copies)
@@ -61,7 +81,8 @@ class Device:
         for row, known in zip(plan.rows, tokens, strict=True):
             for position in range(row.start + row.count):
                 assert self.slots.get(self._slot(row.sequence, position)) == known[: position + 1]
-        used = {self._slot(s, p) for s in self.scheduler._running.values() for p in range(s.num_computed)}
+        running = [b for s in self.scheduler._running.values() for b in (s.beams.members if s.beams else [s])]
+        used = {self._slot(s, p) for s in running for p in range(s.num_computed)}
         assert plan.num_tokens_held == len(used)
 
     def _copy(self, copies: tuple[tuple[int, int], ...]) -> None:

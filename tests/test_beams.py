@@ -1,55 +1,15 @@
 """The rules of beam search against two oracles: every sequence there is, and the rules written as masks over arrays."""
 
 import itertools
-import math
-import random
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy_beams import EOS, ToyModel, search
 
-from jaxpaged.beams import BeamSearch, Candidate, Hypothesis, num_candidates
+from jaxpaged.beams import BeamSearch, Candidate
 from jaxpaged.sampling_params import BeamSearchParams
-
-EOS = 0
-
-
-class ToyModel:
-    """Log-probabilities of the next token, made up from the tokens so far."""
-
-    def __init__(self, vocab: int, seed: int, eos_bias: float = 0.0) -> None:
-        self.vocab = vocab
-        self._seed = seed
-        self._eos_bias = eos_bias
-        self._known: dict[tuple[int, ...], list[float]] = {}
-
-    def logprobs(self, tokens: tuple[int, ...]) -> list[float]:
-        if tokens in self._known:
-            return self._known[tokens]
-        rng = random.Random(f"{self._seed} {tokens}")
-        logits = [rng.gauss(0, 1.5) + (self._eos_bias if token == EOS else 0) for token in range(self.vocab)]
-        total = math.log(sum(map(math.exp, logits)))
-        return self._known.setdefault(tokens, [x - total for x in logits])
-
-
-def search(
-    model: ToyModel, params: BeamSearchParams, max_tokens: int, eos: tuple[int, ...] = (EOS,)
-) -> list[Hypothesis]:
-    """What an engine does, on the toy model."""
-    state = BeamSearch(params, max_tokens, eos)
-    beams: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
-    wanted = num_candidates(params.beam_width, len(eos))
-    while not state.is_over:
-        continuations = [
-            Candidate(parent, token, total + logprob)
-            for parent, (tokens, total) in enumerate(beams)
-            for token, logprob in enumerate(model.logprobs(tokens))
-        ]
-        survivors = state.advance(sorted(continuations, key=lambda c: -c.logprob)[:wanted])
-        assert len(survivors) <= params.beam_width
-        beams = [((*beams[c.parent][0], c.token_id), c.logprob) for c in survivors]
-    return state.finished()
 
 
 def every_sequence(model: ToyModel, max_tokens: int, penalty: float) -> list[tuple[float, list[int]]]:
@@ -72,7 +32,7 @@ def test_with_room_for_every_beam_the_best_of_all_sequences_come_out(seed, penal
     params = BeamSearchParams(beam_width=16, length_penalty=penalty, early_stopping="never")
     expected = every_sequence(model, 4, penalty)
     assert len(expected) == 1 + 2 + 4 + 8 * 3
-    finished = search(model, params, 4)
+    finished = search(model.logprobs, params, 4)
     assert [h.token_ids for h in finished] == [tokens for _, tokens in expected[:16]]
     assert [h.score for h in finished] == pytest.approx([score for score, _ in expected[:16]])
 
@@ -124,7 +84,7 @@ def test_the_same_beams_as_the_rules_over_masked_arrays(seed, width, penalty, ea
     params = BeamSearchParams(
         beam_width=width, length_penalty=penalty, early_stopping=early_stopping, ignore_eos=not eos
     )
-    finished = search(model, params, max_tokens, eos or (EOS,))
+    finished = search(model.logprobs, params, max_tokens, eos or (EOS,))
     expected = masked_search(model, width, penalty, early_stopping, max_tokens, eos)
     assert [h.token_ids for h in finished] == [tokens for tokens, _ in expected]
     assert [h.score for h in finished] == pytest.approx([score for _, score in expected])
@@ -145,7 +105,7 @@ def num_steps(seed: int, early_stopping: bool | str) -> int:
             return super().logprobs(tokens)
 
     params = BeamSearchParams(beam_width=3, length_penalty=1.0, early_stopping=early_stopping)
-    search(Counted(25, seed, eos_bias=2.0), params, 12)
+    search(Counted(25, seed, eos_bias=2.0).logprobs, params, 12)
     return steps
 
 
@@ -165,7 +125,7 @@ def test_an_end_beyond_the_best_candidates_is_not_finished():
 
 def test_a_width_of_one_is_greedy_until_the_end():
     model = ToyModel(25, 3, eos_bias=1.0)
-    (found,) = search(model, BeamSearchParams(beam_width=1, early_stopping=True), 30)
+    (found,) = search(model.logprobs, BeamSearchParams(beam_width=1, early_stopping=True), 30)
     tokens: tuple[int, ...] = ()
     while EOS not in tokens and len(tokens) < 30:
         logprobs = model.logprobs(tokens)
