@@ -10,12 +10,9 @@ import dataclasses
 import enum
 from array import array
 from collections.abc import Sequence as Ids
-from typing import TYPE_CHECKING
+from typing import Any
 
 from jaxpaged.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from jaxpaged.beam_group import BeamGroup
 
 
 class Status(enum.Enum):
@@ -78,8 +75,8 @@ class Sequence:
         self.order = (request.arrival, index)
         """Orders sequences as they are served."""
         self.sampling_words = request.sampling_words if sampling_words is None else sampling_words
-        self.beams: BeamGroup | None = None
-        """The beams that it stands for in the scheduler's queues."""
+        self.beams: Any = None
+        """The `beam_group.BeamGroup` that it stands for in the scheduler's queues; None for an ordinary sequence."""
         self.unforked: list[Sequence] = []
         """The request's other sequences, until they are forked from this one where its prompt ends."""
         self.token_ids = array("i", request.prompt_token_ids)

@@ -413,7 +413,7 @@ class Scheduler:
             if sequence.is_finished:
                 heapq.heappop(self._waiting)
                 continue
-            group = sequence.beams
+            group: BeamGroup | None = sequence.beams
             if group is not None and self._num_places < group.width:
                 break
             taken = self._taken_at_once(sequence)

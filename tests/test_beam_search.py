@@ -268,7 +268,7 @@ OPERATIONS = {
 def test_an_interrupt_at_any_line_leaves_an_engine_that_serves(llm, expected, monkeypatch, operation, steps):
     """The step after an even number of them plans the beams' rows, the one after that takes in what they came to."""
     monkeypatch.setattr(Interrupts, "MODULES", (*Interrupts.MODULES, "/beam_group.py", "/beams.py"))
-    for line in range(1, 400, 4):
+    for line in range(1, 2000, 7):
         engine = fresh_engine(llm)
         add_searches(engine, SEARCHES[:1])
         for _ in range(steps):
@@ -284,7 +284,8 @@ def test_an_interrupt_at_any_line_leaves_an_engine_that_serves(llm, expected, mo
         assert tokens_of(output) == TOKENS
         if not interrupts.num_came:
             break
-    assert line > 4
+    assert line > 7
+    assert not interrupts.num_came
     (search,) = add_searches(engine, SEARCHES[:1])
     run(engine)
     check(search.output(), expected[0])
