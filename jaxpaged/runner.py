@@ -34,7 +34,7 @@ class StepResult(NamedTuple):
     """To each sampled token, if a row asks for them."""
     prompt: tuple[Rating, Alternatives] | None
     """Of each prompt token that follows a token of the step (as `prompt_targets`), if a row asks for them."""
-    pending: list[PendingCandidates]
+    pending: Sequence[PendingCandidates] = ()
     """What `beam_candidates.read_candidates` reads the candidates of the plan's searches from."""
 
 
