@@ -1,7 +1,8 @@
 """Requests and the sequences that serve them: tokens, progress, status. Plain state, no policy.
 
 Owners: the scheduler sets `status`, `num_computed` and the in-flight fields; the block manager alone changes
-`block_table` and `num_writable`; tokens are appended by the scheduler when the engine has read them.
+`block_table` and `num_writable`; tokens are appended by the scheduler when the engine has read them, those of
+beams by their group.
 """
 
 from __future__ import annotations
