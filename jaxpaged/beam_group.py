@@ -96,7 +96,6 @@ class BeamGroup:
         idle = [member for i, member in enumerate(old) if i not in parents]
         for member in idle:
             _clear(blocks, member)
-        idle.sort(key=lambda member: member is self.leader)  # which is taken first, for it has to stay
         new: list[Sequence] = []
         for parent, _ in survivors:
             child = old[parent]
@@ -104,7 +103,7 @@ class BeamGroup:
                 child = idle.pop() if idle else Sequence(self.leader.request)
                 _copy(blocks, old[parent], child)
             new.append(child)
-        if self.leader not in new:
+        if self.leader not in new:  # it has to stay
             _copy(blocks, new[0], self.leader)
             _clear(blocks, new[0])
             new[0] = self.leader
@@ -125,6 +124,7 @@ class BeamGroup:
 
     def _part(self) -> None:
         """Notes how far the leader, which has computed nothing, goes alone: to where the first of them differs."""
+        self._num_common = None
         if len(self.members) > 1:
             tokens = [member.token_ids for member in self.members]
             first, last = min(tokens), max(tokens)

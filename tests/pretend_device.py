@@ -69,6 +69,8 @@ class Device:
 
     def _run(self, plan: StepPlan) -> None:
         """All writes of a step come before any reading, as in a layer."""
+        assert plan.num_tokens == sum(row.count for row in plan.rows) <= self.scheduler.config.max_num_batched_tokens
+        assert len(plan.rows) <= self.scheduler.config.max_num_seqs
         self._copy(plan.copies)
         tokens = [self._tokens(row.sequence, row.start + row.count) for row in plan.rows]
         written: set[int] = set()

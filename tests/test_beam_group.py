@@ -62,7 +62,7 @@ def test_beams_share_the_blocks_of_what_they_have_in_common():
 def test_a_step_has_all_beams_or_none():
     device = make_device(max_num_seqs=6, budget=6)
     add_search(device, 3, 1)
-    ordinary = make_sequence(90, 4, arrival=0)
+    ordinary = make_sequence(88, 4, arrival=0)  # its last chunk leaves room for two of the four beams
     device.scheduler.add(ordinary)
     while device.scheduler.has_unfinished:
         plan = device.step(ahead=False)
@@ -107,6 +107,58 @@ def test_a_preempted_search_computes_what_its_beams_have_in_common_once(caches):
     assert computed == common - cached + 4 * (num_tokens - 1 - common)
     device.run()
     check_search(device, group)
+
+
+def test_a_preempted_search_waits_until_there_is_room_for_all_its_beams():
+    device = make_device(block_size=8, num_blocks=18)
+    device.scheduler.add(make_sequence(50, 70, arrival=0))
+    group = add_search(device, 40, 1, max_tokens=20)
+    device.run()
+    assert group.leader.num_preemptions == 1
+    check_search(device, group)
+
+
+def test_a_search_preempted_before_its_first_candidates_were_read_computes_the_prompt_once_more():
+    device = make_device(enable_prefix_caching=False)
+    group = add_search(device, 40, 0)
+    device.step(ahead=True)
+    device.scheduler._preempt_samples(group.leader)
+    assert device.step(ahead=True) is None, "its candidates are still to be read"
+    assert len(group.members) == 4
+    plan = device.step(ahead=True)
+    assert [(row.sequence, row.start, row.count) for row in plan.rows] == [(group.leader, 0, 40)]
+    device.run(ahead=True)
+    check_search(device, group)
+
+
+def test_what_beams_computed_is_found_by_the_next_prompt():
+    device = make_device(block_size=8)
+    group = add_search(device, 10, 0, max_tokens=30)
+    prompt = list(group.leader.request.prompt_token_ids)
+    device.run(ahead=True)
+    best = device.searches[group][0].finished()[0].token_ids
+    turn = make_sequence([*prompt, *best, 5], 4)
+    device.scheduler.add(turn)
+    device.run(ahead=True)
+    assert turn.num_cached == 32  # 39 of the 40 tokens were computed, and the last block's when they were all read
+
+
+def test_fewer_beams_may_live_on_than_there_were():
+    """As where the model rules out all other tokens; the sequence that stands for the request stays."""
+    device = make_device(block_size=8)
+    group = add_search(device, 13, 0)
+    for _ in range(4):
+        device.step(ahead=True)
+    old, output = list(group.members), group.members[3].output_token_ids
+    assert group.leader is not old[3]
+    assert not any(beam.num_in_flight for beam in old)
+    device.scheduler.advance_beams(group, [(3, 7)])
+    device.scheduler.check_integrity()
+    assert group.members == [group.leader]
+    assert group.leader.output_token_ids == [*output, 7]
+    assert [len(beam.block_table) for beam in old if beam is not group.leader] == [0, 0, 0]
+    device.scheduler.finish(group.leader)
+    assert device.scheduler.blocks.num_used == 0
 
 
 def test_a_search_preempted_with_its_candidates_on_their_way_takes_them_in():
