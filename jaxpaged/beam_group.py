@@ -7,8 +7,8 @@ beams have the same length. A step computes either one token of each, or what th
 - When a step's candidates were read, `advance` makes the beams that live on: a beam's first child goes on in its
   sequence, further ones fork from it, and what has no child is freed.
 - After a preemption the leader alone computes what all begin with; the others fork from it there, and each computes
-  its own rest. So a group never takes more blocks than those of its common beginning once and of the rest for each beam,
-  whatever the prefix cache does.
+  its own rest. So a group never takes more blocks than those of its common beginning once and of the rest for each
+  beam, whatever the prefix cache does.
 """
 
 from __future__ import annotations

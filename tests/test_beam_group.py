@@ -152,6 +152,8 @@ def test_fewer_beams_may_live_on_than_there_were():
     old, output = list(group.members), group.members[3].output_token_ids
     assert group.leader is not old[3]
     assert not any(beam.num_in_flight for beam in old)
+    assert group.next_ends(3) == [], "one of the four would have to wait"
+    assert [beam for beam, _ in group.next_ends(4)] == old
     device.scheduler.advance_beams(group, [(3, 7)])
     device.scheduler.check_integrity()
     assert group.members == [group.leader]
