@@ -172,7 +172,7 @@ class Engine:
                 previous, self._in_flight = self._in_flight, None
                 if plan is not None:
                     self._stats.add(plan, self.scheduler.config.block_size)
-                    self._in_flight = self.runner.dispatch(plan, self._beams_of(plan) if plan.searches else [])
+                    self._in_flight = self._dispatch(plan)
                 elif previous is None and self.has_unfinished:
                     raise RuntimeError("no request can advance, though none is in flight: the engine's books are wrong")
                 advanced = [] if previous is None else self._take_in(previous.plan, previous.read())
@@ -278,9 +278,11 @@ class Engine:
             offset += row.count
         return advanced
 
-    def _beams_of(self, plan: StepPlan) -> list[Beams]:
-        """What the device has to know of each search of a step."""
-        return [Beams(group.width, first, self._searches[group.request_id].logprobs) for group, first in plan.searches]
+    def _dispatch(self, plan: StepPlan) -> StepHandle:
+        if not plan.searches:
+            return self.runner.dispatch(plan)
+        searches = ((group, first, self._searches[group.request_id]) for group, first in plan.searches)
+        return self.runner.dispatch(plan, [Beams(group.width, first, s.logprobs) for group, first, s in searches])
 
     def _take_in_searches(self, plan: StepPlan, result: StepResult) -> list[Completion | BeamCompletion]:
         advanced: list[Completion | BeamCompletion] = []

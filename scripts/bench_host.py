@@ -108,7 +108,7 @@ class PretendRunner:
         self._text = np.array(text_ids, np.int32)
         self._num_steps = 0
 
-    def dispatch(self, plan: StepPlan, searches: object = ()) -> PretendHandle:
+    def dispatch(self, plan: StepPlan) -> PretendHandle:
         from jaxpaged.runner import StepResult
         from jaxpaged.sampler import Alternatives, Rating
 
