@@ -67,20 +67,37 @@ class StepInputs(NamedTuple):
 class Buckets:
     """The few shapes that steps are padded to.
 
-    A step of decodes alone has as many tokens as rows, padded to a power of two; any other step has the
-    full number of rows, and tokens padded to one of a handful of sizes.
+    A step of decodes alone has as many tokens as rows, padded to one of the row sizes; any other step has tokens
+    padded to one of the token sizes, and the full number of rows, or as many as tokens if these are fewer.
     """
 
     def __init__(self, row_sizes: Iterable[int], token_sizes: Iterable[int]) -> None:
         self.decode = tuple(Bucket(r, r, True) for r in sorted(set(row_sizes)))
-        self.mixed = tuple(Bucket(t, self.decode[-1].rows, False) for t in sorted(set(token_sizes)))
+        most_rows = self.decode[-1].rows
+        self.mixed = tuple(Bucket(t, min(t, most_rows), False) for t in sorted(set(token_sizes)))
 
     @classmethod
-    def for_limits(cls, max_num_seqs: int, max_num_batched_tokens: int, *, smallest: int, ratio: int) -> Buckets:
-        """Sizes that grow by `ratio` up to the limits: rows from `smallest`, tokens from `max_num_seqs`."""
-        rows = _geometric(min(smallest, max_num_seqs), ratio, max_num_seqs)
-        tokens = _geometric(max(max_num_seqs, 64), max(ratio, 4), max_num_batched_tokens)
-        return cls(rows, tokens)
+    def coarse(cls, max_num_seqs: int, max_num_batched_tokens: int) -> Buckets:
+        """As few as can be, for devices that take long to compile: sizes that grow by 4, rows from 8 and tokens from
+        64 on."""
+        rows = _geometric(min(8, max_num_seqs), 4, max_num_seqs)
+        return cls(rows, _geometric(max(max_num_seqs, 64), 4, max_num_batched_tokens))
+
+    @classmethod
+    def fine(cls, max_num_seqs: int, max_num_batched_tokens: int) -> Buckets:
+        """Enough that padding costs less than 5 % of the time on chat traces (`scripts/bench_host.py padding`).
+
+        Rows: powers of two up to 128, below which a step costs what the weights' reading does; then every 32, and
+        every 64 from 256 on. Tokens: 128; then `max_num_seqs`, and beyond that sizes for prompts beside so many
+        decodes: what the prompts take grows by half from size to size.
+        """
+        most = max_num_seqs
+        rows = {*_geometric(1, 2, min(128, most)), *range(128, min(most, 256), 32), *range(256, most, 64), most}
+        tokens, decodes, prompts = {128, max(128, most)}, max(128, most), max(256, most) / 5
+        while (size := -(-int(decodes + prompts) // 32) * 32) < 0.9 * max_num_batched_tokens:
+            tokens.add(size)
+            prompts *= 1.5
+        return cls(rows, {*(t for t in tokens if t < max_num_batched_tokens), max_num_batched_tokens})
 
     @property
     def all(self) -> tuple[Bucket, ...]:

@@ -6,6 +6,7 @@ Programs are loaded or compiled while the weights are read: their shapes are kno
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,12 +33,11 @@ class _Limits:
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    smallest_bucket: int
-    bucket_ratio: int
+    buckets: Callable[[int, int], Buckets]
 
 
-_CPU = _Limits(max_num_seqs=32, max_num_batched_tokens=256, smallest_bucket=8, bucket_ratio=4)
-_GPU = _Limits(max_num_seqs=256, max_num_batched_tokens=2048, smallest_bucket=1, bucket_ratio=2)
+_CPU = _Limits(max_num_seqs=32, max_num_batched_tokens=256, buckets=Buckets.coarse)
+_GPU = _Limits(max_num_seqs=256, max_num_batched_tokens=2048, buckets=Buckets.fine)
 
 
 def build_engine(config: EngineConfig, startup: StartupTimes | None = None) -> Engine:
@@ -64,7 +64,7 @@ def build_engine(config: EngineConfig, startup: StartupTimes | None = None) -> E
     max_tokens = config.max_num_batched_tokens or max(limits.max_num_batched_tokens, max_num_seqs)
     weights = source.family.weights(model)
     module = source.family.module(model, dtype)
-    buckets = Buckets.for_limits(max_num_seqs, max_tokens, smallest=limits.smallest_bucket, ratio=limits.bucket_ratio)
+    buckets = limits.buckets(max_num_seqs, max_tokens)
 
     with startup.phase("sizing"):
         step = pool_size.step_bytes(model, dtype, buckets.largest) + step_buffers.num_bytes(model, dtype, buckets)

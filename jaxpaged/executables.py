@@ -57,7 +57,7 @@ class StepFunctions:
     max_rows: int
     max_logprobs: int
     traces: Counter[str] = dataclasses.field(default_factory=Counter)
-    """How often each function was traced: after warm-up these numbers stand still."""
+    """How often each function was traced: after start-up these numbers stand still."""
 
     def describe(self) -> str:
         """All that makes these functions other than those of another engine, as text."""

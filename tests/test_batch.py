@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from host import VOCAB, make_sequence
@@ -25,7 +27,7 @@ def packed(plan, bucket) -> batch.StepInputs:
 
 
 def test_buckets_cover_every_step_and_nothing_is_smaller():
-    buckets = Buckets.for_limits(32, 256, smallest=8, ratio=4)
+    buckets = Buckets.coarse(32, 256)
     assert buckets.decode == (Bucket(8, 8, True), Bucket(32, 32, True))
     assert buckets.mixed == (Bucket(64, 32, False), Bucket(256, 32, False))
     assert buckets.largest == Bucket(256, 32, False)
@@ -35,13 +37,31 @@ def test_buckets_cover_every_step_and_nothing_is_smaller():
     assert buckets.fit(65, 32) == Bucket(256, 32, False)
 
 
-@pytest.mark.parametrize(("seqs", "budget"), [(1, 1), (1, 256), (3, 100), (256, 2048), (5, 5)])
-@pytest.mark.parametrize("ratio", [2, 4])
-def test_any_limits_leave_no_step_without_a_bucket(seqs, budget, ratio):
-    buckets = Buckets.for_limits(seqs, budget, smallest=8, ratio=ratio)
+def test_fine_buckets():
+    buckets = Buckets.fine(256, 2048)
+    assert [b.rows for b in buckets.decode] == [1, 2, 4, 8, 16, 32, 64, 128, 160, 192, 224, 256]
+    tokens = [128, 256, 320, 352, 384, 448, 544, 672, 864, 1152, 1568, 2048]
+    assert buckets.mixed == tuple(Bucket(t, min(t, 256), False) for t in tokens)
+    assert {b.rows for b in buckets.mixed} < {b.rows for b in buckets.decode}  # no further executables for sampling
+    assert buckets.fit(130, 3) == Bucket(256, 256, False)
+    assert buckets.fit(100, 20) == Bucket(128, 128, False)
+    assert buckets.fit(100, 130, num_empty_rows=30) == Bucket(256, 256, False)
+
+
+@pytest.mark.parametrize("budget", [1, 5, 100, 128, 200, 256, 300, 2048, 8192])
+@pytest.mark.parametrize("seqs", [1, 3, 5, 64, 100, 128, 200, 256, 1000])
+@pytest.mark.parametrize("kind", [Buckets.coarse, Buckets.fine])
+def test_any_limits_leave_no_step_without_a_bucket(seqs, budget, kind):
+    budget = max(budget, seqs)
+    buckets = kind(seqs, budget)
+    assert buckets.largest[:2] == (budget, seqs)
     for rows in range(1, seqs + 1):
         assert buckets.fit(rows, rows).rows <= seqs
-        assert buckets.fit(max(budget, rows), rows).tokens >= budget
+        assert buckets.fit(budget, rows).tokens == budget
+        assert buckets.fit(rows, rows, num_empty_rows=1).tokens <= budget
+    assert len(buckets.all) < 45
+    sizes = [b.tokens for b in buckets.mixed]
+    assert all(b >= 1.05 * a for a, b in pairwise(sizes))
 
 
 def test_a_mixed_step_is_packed_field_by_field():
@@ -121,7 +141,7 @@ def test_a_sample_may_begin_where_the_token_in_flight_is_the_input_of_the_row_be
 
 
 def test_a_step_with_rows_without_tokens_is_no_decode():
-    buckets = Buckets.for_limits(32, 256, smallest=8, ratio=4)
+    buckets = Buckets.coarse(32, 256)
     assert buckets.fit(8, 8, 3) == Bucket(64, 32, False)
 
 

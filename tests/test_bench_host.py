@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from jaxpaged.batch import Buckets
 from jaxpaged.config import SchedulerConfig
 
 ROOT = Path(__file__).parent.parent
@@ -67,6 +68,28 @@ def test_the_bundled_trace_fills_the_slots_it_allocates(bench):
         max_num_batched_tokens=2048,
     )
     assert bench.measure_usage(trace[:60], pool).held_share >= 0.96
+
+
+def test_padding_of_steps_that_fit_their_buckets_or_do_not(bench):
+    pool = SchedulerConfig(num_blocks=99, block_size=16, max_model_len=512, max_num_seqs=4, max_num_batched_tokens=400)
+    requests = [(100, 3)] * 4  # one step of 400 tokens, two of 4 decodes
+    exact = bench.measure_padding(requests, pool, Buckets([4], [400]))
+    assert exact == (0, 0, 3, 1)
+    padded = bench.measure_padding(requests, pool, Buckets([16], [800]))
+    alone = 2 * (3.45 + 0.55) + 9 + 0.55 + 3 * 0.39 * 4 / 256
+    rows = 0.39 * 12 / 256
+    assert padded.decode_share == pytest.approx(2 * rows / alone)
+    assert padded.mixed_share == pytest.approx((9 + rows) / alone)
+
+
+@pytest.mark.parametrize("trace", ["sharegpt", "alpaca"])
+def test_fine_buckets_cost_less_than_five_percent_on_the_committed_traces(bench, trace):
+    pool = SchedulerConfig(
+        num_blocks=1 << 16, block_size=16, max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=2048
+    )
+    requests = bench.read_trace(ROOT / "workloads" / f"{trace}_like.csv")
+    padding = bench.measure_padding(requests, pool, Buckets.fine(256, 2048))
+    assert padding.decode_share + padding.mixed_share < 0.05
 
 
 @pytest.mark.parametrize("variant", ["token ids only", "text", "text, stop strings, logprobs=5"])

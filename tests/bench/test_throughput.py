@@ -53,9 +53,8 @@ def test_a_trace_runs_to_its_exact_lengths(run, trace):
     ran = {"dtype": "float32", "max_model_len": 128, "block_size": 8, "num_blocks": 24, "max_num_seqs": 4}
     assert ran.items() <= written["engine"].items()
     assert written["engine"]["max_num_batched_tokens"] == 64
-    assert {"imports", "device", "checkpoint", "weights", "sizing", "tracing", "compiling", "warm-up"} == set(
-        written["startup_seconds"]
-    )
+    phases = {"imports", "device", "checkpoint", "sizing", "weights", "loading", "tracing", "compiling", "pool"}
+    assert set(written["startup_seconds"]) == phases
     figures = written["runs"]["jaxpaged"]
     assert (figures["num_requests"], figures["input_tokens"], figures["output_tokens"]) == (5, 133, 56)
     assert figures["output_tokens_per_second"] == pytest.approx(56 / figures["seconds"])
