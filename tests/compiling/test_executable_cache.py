@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from tiny import GREEDY, PROMPT, TOKENS, tokens_of
 
 from jaxpaged import LLM, SamplingParams, build
+from jaxpaged.batch import Bucket
 from jaxpaged.compiling import ExecutableCache, Program
 from jaxpaged.compiling import cache as module
 from jaxpaged.executables import step_programs
@@ -119,8 +121,17 @@ def test_settings_of_jax_count_as_they_are_in_the_thread():
         assert module.environment() == before
 
 
-@pytest.mark.parametrize("damage", ["cut", "bit", "empty", "foreign", "pickle"])
-def test_a_file_of_no_use_is_ignored_with_one_line_and_replaced(kept, folder, caplog, damage):
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ("cut", "it is damaged"),
+        ("bit", "it is damaged"),
+        ("empty", "it holds another program"),
+        ("foreign", "it holds another program"),
+        ("pickle", "could not find MARK|invalid load key"),
+    ],
+)
+def test_a_file_of_no_use_is_ignored_with_one_line_and_replaced(kept, folder, caplog, damage, reason):
     (path,) = files(folder)
     content = path.read_bytes()
     other = ExecutableCache(folder, "another engine")
@@ -138,7 +149,7 @@ def test_a_file_of_no_use_is_ignored_with_one_line_and_replaced(kept, folder, ca
     )
     assert kept.load(PROGRAM) is None
     assert len(caplog.records) == 1
-    assert str(path) in caplog.text
+    assert re.search(f"{path} is of no use: .*({reason})", caplog.text)
     assert kept.load(PROGRAM) is None  # the file is gone
     assert len(caplog.records) == 1
     kept.store(PROGRAM, PROGRAM.lower().compile())
@@ -237,7 +248,9 @@ def test_on_a_cpu_what_comes_from_jax_s_cache_stays_there(folder, jax_cache):
 def test_every_program_of_an_engine_has_a_key_of_its_own(tiny_llm):
     functions = tiny_llm.engine.runner._functions
     runner = tiny_llm.engine.runner
-    programs = step_programs(functions, runner._params, runner._cache, runner._buckets.all)
+    buckets = [Bucket(4, 4, True), Bucket(4, 4, False), Bucket(8, 4, False)]
+    programs = step_programs(functions, runner._params, runner._cache, buckets)
+    assert len(programs) == 3 + 2 + 4 + 8 + 1  # steps, prompts, rows' sampling and edits, copies
     signatures = {program.signature() for program in programs.values()}
     assert len(signatures) == len(programs)
 
