@@ -250,7 +250,7 @@ def test_every_program_of_an_engine_has_a_key_of_its_own(tiny_llm):
     runner = tiny_llm.engine.runner
     buckets = [Bucket(4, 4, True), Bucket(4, 4, False), Bucket(8, 4, False)]
     programs = step_programs(functions, runner._params, runner._cache, buckets)
-    assert len(programs) == 3 + 2 + 4 + 8 + 1  # steps, prompts, rows' sampling and edits, copies
+    assert len(programs) == 2 * 3 + 2 + 4 + 8 + 1  # steps in two stages, prompts, rows' sampling and edits, copies
     signatures = {program.signature() for program in programs.values()}
     assert len(signatures) == len(programs)
 
