@@ -35,6 +35,9 @@ SAMPLING_IMAGES = 4
 """Arrays as large as the logits that sampling holds at once: raw, edited, scaled, weights."""
 _FEW_COPIES = 16
 _LOGPROB_CHUNK = 64  # prompt tokens whose logits are held at once
+# From so many tokens on, matrix products are cuBLAS's: XLA's own Triton kernels gain nothing (docs/performance.md), and to
+# choose among dozens of them for every product of every bucket makes a start long.
+_CUBLAS_TOKENS = 64
 
 
 class ForwardOutput(NamedTuple):
@@ -208,7 +211,8 @@ def step_programs(
         size = f"{bucket.tokens}x{bucket.rows}" + ("_decode" if bucket.decode else "")
         stage, forward = (functools.partial(f, bucket=bucket) for f in (functions.stage, functions.forward))
         args = params, cache, packed, previous, hidden, logits
-        programs["forward", bucket] = Program(f"forward_{size}", forward, args, donate=(1, 4, 5))
+        options = (("xla_gpu_enable_triton_gemm", False),) if bucket.tokens >= _CUBLAS_TOKENS else ()
+        programs["forward", bucket] = Program(f"forward_{size}", forward, args, donate=(1, 4, 5), options=options)
         programs["stage", bucket] = Program(f"stage_{size}", stage, (packed, packed), donate=(1,))
         row_sizes[bucket.rows] = None
         if not bucket.decode and ("prompt_logprobs", bucket.tokens) not in programs:

@@ -111,7 +111,7 @@ class Compilation:
 
     def _compile(self, program: Program, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         with jax.default_device(self._default_device):
-            compiled = lowered.compile()
+            compiled = lowered.compile(compiler_options=dict(program.options))
             if self._cache is not None:
                 self._cache.store(program, compiled)
         return compiled

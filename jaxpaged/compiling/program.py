@@ -21,6 +21,8 @@ class Program:
     """Pytrees of `jax.ShapeDtypeStruct`."""
     donate: tuple[int, ...] = ()
     """Arguments that are given away."""
+    options: tuple[tuple[str, bool], ...] = ()
+    """XLA's options, by name, that it is compiled with."""
 
     def jitted(self) -> Any:
         # A new function for JAX, which else may give what was compiled for another engine of the process, and by then
@@ -35,4 +37,4 @@ class Program:
     def signature(self) -> str:
         """Name, arguments and donation, as text: the same for the same program in every process."""
         leaves, structure = jax.tree.flatten(self.args)
-        return f"{self.name} {[(x.shape, str(x.dtype)) for x in leaves]} {structure} {self.donate}"
+        return f"{self.name} {[(x.shape, str(x.dtype)) for x in leaves]} {structure} {self.donate} {self.options}"

@@ -85,6 +85,16 @@ def test_a_program_that_a_worker_cannot_lower_is_lowered_here():
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
+def test_options_reach_the_compiler(num_workers):
+    program = Program("double", double, (VECTOR,), options=(("xla_gpu_no_such_option", True),))
+    with (
+        Compilation({"double": program}, num_workers=num_workers) as compilation,
+        pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_gpu_no_such_option'"),
+    ):
+        compilation.result(StartupTimes())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_what_is_wrong_with_a_program_is_told(num_workers):
     with pytest.raises(TypeError, match="a program that can't be"):
         compiled(wrong, num_workers=num_workers)

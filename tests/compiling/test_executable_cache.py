@@ -1,5 +1,6 @@
 """Executables from disk: the same program, ready to run; and files of no use, which cost a compilation only."""
 
+import dataclasses
 import functools
 import logging
 import os
@@ -81,11 +82,12 @@ def test_what_was_kept_runs_as_before(kept, folder, caplog):
     [
         Program("triple", double, PROGRAM.args, donate=(0,)),
         Program("double", double, PROGRAM.args),
+        dataclasses.replace(PROGRAM, options=(("xla_gpu_enable_triton_gemm", False),)),
         Program("double", double, (VECTOR, {"two": VECTOR}), donate=(0,)),
         Program("double", double, (jax.ShapeDtypeStruct((9,), jnp.float32), {"one": VECTOR}), donate=(0,)),
         Program("double", double, (jax.ShapeDtypeStruct((8,), jnp.int32), {"one": VECTOR}), donate=(0,)),
     ],
-    ids=["name", "donation", "structure", "shape", "dtype"],
+    ids=["name", "donation", "options", "structure", "shape", "dtype"],
 )
 def test_another_program_is_not_found(kept, other):
     assert kept.load(other) is None
