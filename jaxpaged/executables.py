@@ -35,8 +35,8 @@ SAMPLING_IMAGES = 4
 """Arrays as large as the logits that sampling holds at once: raw, edited, scaled, weights."""
 _FEW_COPIES = 16
 _LOGPROB_CHUNK = 64  # prompt tokens whose logits are held at once
-# From so many tokens on, matrix products are cuBLAS's: XLA's own Triton kernels gain nothing (docs/performance.md), and to
-# choose among dozens of them for every product of every bucket makes a start long.
+# From so many tokens on, matrix products are cuBLAS's: XLA's own Triton kernels gain nothing (docs/performance.md), and
+# to choose among dozens of them for every product of every bucket makes a start long.
 _CUBLAS_TOKENS = 64
 
 
