@@ -19,6 +19,15 @@ def public_op[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     kernels mix Python numbers with int32 and float32 in places where JAX promotes nothing. (A 64-bit JAX array stays
     what it is, for the op to refuse.)
     """
+    return _public(function, has_gradients=False)
+
+
+def differentiable_op[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """The same of an op that has gradients."""
+    return _public(function, has_gradients=True)
+
+
+def _public[**P, R](function: Callable[P, R], *, has_gradients: bool) -> Callable[P, R]:
     name = function.__name__
     run: Callable[..., R] = function
 
@@ -26,7 +35,7 @@ def public_op[**P, R](function: Callable[P, R]) -> Callable[P, R]:
         if isinstance(x, np.ndarray | list | tuple):
             with jax.enable_x64(False):
                 return jnp.asarray(x)
-        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating):
+        if not has_gradients and isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating):
             return _no_gradient(name, x)
         return x
 

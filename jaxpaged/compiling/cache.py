@@ -42,16 +42,14 @@ _ENVIRONMENT = ("XLA_", "TRITON_", "NVIDIA_TF32", "CUBLAS", "CUDNN")
 
 
 class _ThisThread(threading.local):
-    was_hit = False  # whether what this thread compiled last came from JAX's cache
+    was_hit = False  # whether what this thread compiles came from JAX's cache
 
 
 _this_thread = _ThisThread()
 
 
 def _note_event(event: str, **_: object) -> None:
-    if event == "/jax/compilation_cache/compile_requests_use_cache":  # which comes before a hit
-        _this_thread.was_hit = False
-    elif event == "/jax/compilation_cache/cache_hits":
+    if event == "/jax/compilation_cache/cache_hits":
         _this_thread.was_hit = True
 
 
@@ -99,15 +97,18 @@ class ExecutableCache:
                 path.unlink()
             return None
 
-    def store(self, program: Program, compiled: jax.stages.Compiled) -> None:
-        """Keeps a program for the next start, to be called in the thread that has just compiled it.
-
-        By a rename, so that nobody reads half of it.
-        """
+    def compile(self, program: Program, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Compiles a program and keeps it for the next start."""
+        _this_thread.was_hit = False
+        compiled = program.compile(lowered)
         # What XLA's CPU backend serialises anew after JAX's cache has loaded it fails when it is run: functions are
         # "not found". So there it stays with JAX's cache.
-        if _this_thread.was_hit and default_device().platform == "cpu":
-            return
+        if not (_this_thread.was_hit and default_device().platform == "cpu"):
+            self._store(program, compiled)
+        return compiled
+
+    def _store(self, program: Program, compiled: jax.stages.Compiled) -> None:
+        """By a rename, so that nobody reads half of it."""
         if not self._writes:
             return
         try:

@@ -111,10 +111,7 @@ class Compilation:
 
     def _compile(self, program: Program, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         with jax.default_device(self._default_device):
-            compiled = lowered.compile(compiler_options=dict(program.options))
-            if self._cache is not None:
-                self._cache.store(program, compiled)
-        return compiled
+            return program.compile(lowered) if self._cache is None else self._cache.compile(program, lowered)
 
     def _lower(self, key: Hashable) -> Future[jax.stages.Compiled] | None:
         """Lowers a program that was not loaded, in this thread's worker, and sends it on; None if that fails."""

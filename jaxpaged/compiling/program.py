@@ -26,13 +26,17 @@ class Program:
 
     def jitted(self) -> Any:
         # A new function for JAX, which else may give what was compiled for another engine of the process, and by then
-        # nobody knows whether that came from a file (see `ExecutableCache.store`).
+        # nobody knows whether that came from a file (see `ExecutableCache.compile`).
         # Arguments that are not read are kept: they may be where the result goes.
         return jax.jit(functools.partial(self.function), donate_argnums=self.donate, keep_unused=True)
 
     def lower(self) -> jax.stages.Lowered:
         """Traces and lowers it for the default device."""
         return self.jitted().lower(*self.args)
+
+    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Compiles it, once it is lowered."""
+        return lowered.compile(compiler_options=dict(self.options))
 
     def signature(self) -> str:
         """Name, arguments and donation, as text: the same for the same program in every process."""

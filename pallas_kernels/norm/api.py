@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.devices import triton_refusal
 from pallas_kernels.dispatch import Implementation, choose, serves_all
 from pallas_kernels.norm.reference import add_rms_norm_reference
+from pallas_kernels.op import differentiable_op
 from pallas_kernels.options import finite_float
 
 
@@ -37,12 +38,13 @@ IMPLEMENTATIONS = (
 )
 
 
+@differentiable_op
 def add_rms_norm(
     x: Float[Array, "tokens hidden"],
     delta: Float[Array, "tokens hidden"],
     scale: Float[Array, " hidden"],
     *,
-    epsilon: float,
+    epsilon: float = 1e-6,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
     """The residual stream after a block, and what the next block reads: `x + delta`, and its RMS norm (Zhang and

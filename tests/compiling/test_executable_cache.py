@@ -1,5 +1,6 @@
 """Executables from disk: the same program, ready to run; and files of no use, which cost a compilation only."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -34,10 +35,10 @@ def folder(tmp_path):
     return tmp_path / "kept" / "here"
 
 
-@pytest.fixture
-def jax_cache(tmp_path):
-    """JAX's cache, empty, and keeping whatever is compiled."""
-    names = {"jax_compilation_cache_dir": str(tmp_path / "jax"), "jax_persistent_cache_min_compile_time_secs": 0.0}
+@contextlib.contextmanager
+def jax_cache_in(path):
+    """JAX's cache, keeping whatever is compiled; or none."""
+    names = {"jax_compilation_cache_dir": path, "jax_persistent_cache_min_compile_time_secs": 0.0}
     before = {name: getattr(jax.config, name) for name in names}
     for settings in (names, before):
         for name, value in settings.items():
@@ -47,11 +48,24 @@ def jax_cache(tmp_path):
             yield
 
 
+@pytest.fixture(autouse=True)
+def no_jax_cache():
+    """The user's may hold our programs, from a time when the machine was slow."""
+    with jax_cache_in(None):
+        yield
+
+
+@pytest.fixture
+def jax_cache(tmp_path, no_jax_cache):
+    with jax_cache_in(str(tmp_path / "jax")):
+        yield
+
+
 @pytest.fixture
 def kept(folder):
     """A cache that holds `PROGRAM`."""
     cache = ExecutableCache(folder, "an engine")
-    cache.store(PROGRAM, PROGRAM.lower().compile())  # too quick a compilation for JAX's cache
+    cache.compile(PROGRAM, PROGRAM.lower())
     return cache
 
 
@@ -137,7 +151,7 @@ def test_a_file_of_no_use_is_ignored_with_one_line_and_replaced(kept, folder, ca
     (path,) = files(folder)
     content = path.read_bytes()
     other = ExecutableCache(folder, "another engine")
-    other.store(PROGRAM, PROGRAM.lower().compile())
+    other.compile(PROGRAM, PROGRAM.lower())
     foreign = next(p for p in files(folder) if p != path).read_bytes()
     bad = b"not a pickle"
     path.write_bytes(
@@ -154,7 +168,7 @@ def test_a_file_of_no_use_is_ignored_with_one_line_and_replaced(kept, folder, ca
     assert re.search(f"{path} is of no use: .*({reason})", caplog.text)
     assert kept.load(PROGRAM) is None  # the file is gone
     assert len(caplog.records) == 1
-    kept.store(PROGRAM, PROGRAM.lower().compile())
+    kept.compile(PROGRAM, PROGRAM.lower())
     assert runs(kept.load(PROGRAM))
 
 
@@ -169,7 +183,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(tmp_path, caplog):
     (tmp_path / "a file").write_text("")
     cache = ExecutableCache(tmp_path / "a file" / "folder", "an engine")
     for _ in range(2):
-        cache.store(PROGRAM, PROGRAM.lower().compile())
+        cache.compile(PROGRAM, PROGRAM.lower())
     assert len(caplog.records) == 1
     assert "not kept in" in caplog.text
     caplog.clear()
@@ -184,7 +198,7 @@ def test_a_store_that_breaks_off_leaves_no_file(kept, folder, monkeypatch, caplo
     before = files(folder)
     monkeypatch.setattr(os, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        kept.store(PROGRAM, PROGRAM.lower().compile())
+        kept.compile(PROGRAM, PROGRAM.lower())
     assert files(folder) == before
 
 
@@ -193,7 +207,7 @@ def test_beyond_the_allowed_size_what_was_not_used_for_longest_goes(kept, folder
     cache = ExecutableCache(folder, "an engine", max_bytes=int(2.5 * size))
     programs = [Program(name, double, PROGRAM.args, donate=(0,)) for name in ("double", "b_____", "c_____")]
     for age, program in enumerate(programs):
-        cache.store(program, program.lower().compile())
+        cache.compile(program, program.lower())
         os.utime(cache._path(cache._digest(program)), (1000 + age, 1000 + age))
     assert cache.load(programs[0]) is not None  # now it is the newest
     cache.trim()
@@ -237,13 +251,13 @@ def test_the_second_engine_traces_nothing_and_gives_the_same_tokens(monkeypatch,
 
 def test_on_a_cpu_what_comes_from_jax_s_cache_stays_there(folder, jax_cache):
     cache = ExecutableCache(folder, "an engine")
-    cache.store(PROGRAM, PROGRAM.lower().compile())
+    cache.compile(PROGRAM, PROGRAM.lower())
     (path,) = files(folder)
     path.unlink()
-    cache.store(PROGRAM, PROGRAM.lower().compile())
+    cache.compile(PROGRAM, PROGRAM.lower())
     assert files(folder) == []
     other = Program("double", double, PROGRAM.args)  # compiled by the same thread
-    cache.store(other, other.lower().compile())
+    cache.compile(other, other.lower())
     assert len(files(folder)) == 1
 
 
