@@ -31,8 +31,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.sampler import Alternatives, Draws, Rating, SampleOutput, SamplingInputs, alternatives, rate, sample
 from pallas_kernels import copy_blocks
 
-SAMPLING_IMAGES = 4
-"""Arrays as large as the logits that sampling holds at once: raw, edited, scaled, weights."""
+_SAMPLING_IMAGES = 4  # as large as the logits, at once: raw, edited, scaled, weights
 _FEW_COPIES = 16
 _LOGPROB_CHUNK = 64  # prompt tokens whose logits are held at once
 # From so many tokens on, matrix products are cuBLAS's: XLA's own Triton kernels gain nothing (docs/performance.md), and
@@ -194,7 +193,7 @@ class Executables:
 def _step_bytes(forward: jax.stages.Compiled) -> int:
     analysis, logits = forward.memory_analysis(), forward.out_info.logits
     assert analysis is not None, "XLA tells the memory of every program on CPU and GPU"
-    return analysis.temp_size_in_bytes + SAMPLING_IMAGES * 4 * math.prod(logits.shape)
+    return analysis.temp_size_in_bytes + _SAMPLING_IMAGES * 4 * math.prod(logits.shape)
 
 
 def step_programs(

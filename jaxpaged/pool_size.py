@@ -9,7 +9,6 @@ again for a smaller pool. On a CPU the pool takes 1 GiB.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 
 import jax
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 from jaxpaged import kv_cache
 from jaxpaged.batch import Bucket
 from jaxpaged.config import EngineConfig
+from jaxpaged.device_memory import device_memory
 from jaxpaged.executables import Executables
 from jaxpaged.models.config import ModelConfig
 
@@ -56,7 +56,7 @@ def num_pool_blocks(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, 
     budget = config.kv_cache_memory_bytes
     if config.num_kv_blocks is not None:
         budget = (config.num_kv_blocks + 1) * config.block_size * model.kv_bytes_per_token(dtype.itemsize)
-    if budget is not None and budget > (memory := _memory()):
+    if budget is not None and budget > (memory := device_memory().limit):
         option = "kv_cache_memory_bytes" if config.num_kv_blocks is None else "num_kv_blocks"
         raise ValueError(
             f"{option}={getattr(config, option)} makes a KV pool of {budget / 2**30:.1f} GiB, more than the "
@@ -129,11 +129,3 @@ def _at_least_two(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, bu
 
 def _blocks_in(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, budget: int) -> int:
     return kv_cache.blocks_in(max(budget, 0), model, config.block_size, dtype)
-
-
-def _memory() -> int:
-    """Bytes that JAX may use on the default device."""
-    stats = jax.devices()[0].memory_stats()
-    if stats is not None:
-        return stats["bytes_limit"]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

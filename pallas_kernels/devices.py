@@ -12,9 +12,14 @@ import jax
 from jaxtyping import Array
 
 
-def _device() -> Any:
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device or jax.devices()[0]
+def default_device() -> Any:
+    """Where programs of this thread run."""
+    device = jax.config.jax_default_device or jax.devices()[0]
     return jax.devices(device)[0] if isinstance(device, str) else device  # a platform's name: its first device
+
+
+def _device() -> Any:
+    return jax.sharding.get_abstract_mesh().abstract_device or default_device()
 
 
 def num_multiprocessors() -> int:

@@ -12,11 +12,9 @@ with scores within MAX_NOISE; no choice that decides which beams live on was nea
 end-of-sequence token, some sequences end with it and others do not, and not all length penalties give the same ones.
 """
 
-import argparse
 import copy
 import hashlib
 import itertools
-import json
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +23,7 @@ import gguf
 import tokenizers
 import torch
 import transformers
-from make_goldens import build_tokenizer, encode, load, user
+from make_goldens import build_tokenizer, encode, load, user, write
 
 NUM_BEAMS = 4
 NEW_TOKENS = 20
@@ -187,18 +185,5 @@ def make(path: Path) -> dict[str, Any]:
     return {"header": header, "prompts": entries}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write golden beams of Transformers for SmolLM2-135M-Instruct.")
-    parser.add_argument("gguf", type=Path, help="SmolLM2-135M-Instruct.Q4_1.gguf")
-    parser.add_argument("--out", type=Path, default=Path("tests/data/goldens_beams.json"))
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)  # a fixed number: the order of sums, and so the last digits, depends on it
-    document = make(arguments.gguf)
-    lines = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in document["prompts"])
-    header = json.dumps(document["header"], separators=(",", ":"))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(f'{{"header":{header},\n"prompts":[\n{lines}\n]}}\n', encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    write(make, "beams", "tests/data/goldens_beams.json")

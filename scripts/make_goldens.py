@@ -17,6 +17,7 @@ import copy
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -297,10 +298,11 @@ def make(path: Path) -> dict[str, Any]:
     return {"header": header, "prompts": entries}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write golden outputs of Transformers for SmolLM2-135M-Instruct.")
+def write(make: Callable[[Path], dict[str, Any]], what: str, out: str) -> None:
+    """The command line: makes a document of a GGUF file and writes it, a prompt a line."""
+    parser = argparse.ArgumentParser(description=f"Write golden {what} of Transformers for SmolLM2-135M-Instruct.")
     parser.add_argument("gguf", type=Path, help="SmolLM2-135M-Instruct.Q4_1.gguf")
-    parser.add_argument("--out", type=Path, default=Path("tests/data/goldens_smollm2.json"))
+    parser.add_argument("--out", type=Path, default=Path(out))
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # a fixed number: the order of sums, and so the last digits, depends on it
     document = make(arguments.gguf)
@@ -311,4 +313,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write(make, "outputs", "tests/data/goldens_smollm2.json")

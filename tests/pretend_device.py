@@ -8,6 +8,7 @@ copied too late, published too early or handed out while it is in use shows as o
 from __future__ import annotations
 
 from host import is_done, next_token
+from hypothesis import strategies as st
 from toy_beams import ToyModel, best_continuations
 
 from jaxpaged.beam_group import BeamGroup
@@ -119,3 +120,13 @@ def make_device(num_blocks=64, block_size=16, max_num_seqs=32, budget=64, stop=0
         **options,
     )
     return Device(Scheduler(config), stop)
+
+
+def prompts_that_begin_alike(longest: int) -> st.SearchStrategy[list[int]]:
+    """One of two beginnings, cut after at most `longest` tokens, and one of a few endings."""
+    return st.builds(
+        lambda which, cut, ending: [1000 + which] * cut + [2000 + ending] * ending,
+        st.integers(0, 1),
+        st.integers(0, longest),
+        st.integers(1, 6),
+    )

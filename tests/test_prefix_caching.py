@@ -4,7 +4,7 @@ import pytest
 from host import make_sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pretend_device import make_device
+from pretend_device import make_device, prompts_that_begin_alike
 
 PROMPT = [(17 * i) % 1000 for i in range(100)]
 
@@ -121,15 +121,6 @@ def test_without_prefix_caching_nothing_is_shared():
     assert sequence.num_cached == 0
 
 
-# Prompts that begin alike: a few beginnings, each cut somewhere, and a few endings.
-prompts = st.builds(
-    lambda which, cut, ending: [1000 + which] * cut + [2000 + ending] * ending,
-    st.integers(0, 1),
-    st.integers(0, 30),
-    st.integers(1, 6),
-)
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_every_row_reads_what_its_own_tokens_would_have_written(data):
@@ -153,7 +144,7 @@ def test_every_row_reads_what_its_own_tokens_would_have_written(data):
                 options["prompt_logprobs"] = 0
             if data.draw(st.integers(0, 5)) == 0:
                 options["presence_penalty"] = 0.5
-            sequence = make_sequence(data.draw(prompts), data.draw(st.integers(1, 10)), **options)
+            sequence = make_sequence(data.draw(prompts_that_begin_alike(30)), data.draw(st.integers(1, 10)), **options)
             device.scheduler.add(sequence)
             alive.append(sequence)
         elif operation == "abort" and alive:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import LLM, SamplingParams
+from jaxpaged.device_memory import DeviceMemory, device_memory
 from jaxpaged.models import random_params as random_params_module
 from jaxpaged.models.random_params import random_params
 from jaxpaged.models.registry import FAMILIES
@@ -107,7 +108,7 @@ def test_the_same_seed_gives_the_same_parameters():
 def test_weights_that_do_not_fit_are_refused_with_the_numbers_before_any_is_made(monkeypatch):
     made = []
     monkeypatch.setattr(random_params_module, "_normal", lambda *args, **kwargs: made.append(args))
-    monkeypatch.setattr(random_params_module, "_free_memory", lambda: 100 * 2**30)
+    monkeypatch.setattr(random_params_module, "device_memory", lambda: DeviceMemory(110 * 2**30, 10 * 2**30))
     message = "weights take 131.4 GiB in bfloat16, more than the 100.0 GiB of memory that are free"
     with pytest.raises(ValueError, match=message):
         LLM("random:llama-3-70b", dtype="bfloat16", max_model_len=128)
@@ -123,7 +124,7 @@ def test_free_memory_is_what_the_device_tells_or_the_machines(monkeypatch, stats
             return stats
 
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
-    free = random_params_module._free_memory()
+    free = device_memory().free
     assert free == 2**20 if stats else 2**30 < free < 2**50
 
 

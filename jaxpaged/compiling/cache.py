@@ -21,13 +21,13 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.monitoring
 from jax.experimental import serialize_executable
 
 from jaxpaged.compiling.program import Program
+from pallas_kernels.devices import default_device
 
 logger = logging.getLogger(__name__)
 
@@ -204,9 +204,3 @@ def _driver() -> str:
     with contextlib.suppress(OSError), open("/proc/driver/nvidia/version") as file:
         return file.readline().strip()
     return "unknown driver"
-
-
-def default_device() -> Any:
-    """Where programs of this thread run."""
-    device = jax.config.jax_default_device or jax.devices()[0]
-    return jax.devices(device)[0] if isinstance(device, str) else device

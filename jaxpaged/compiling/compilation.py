@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 
-from jaxpaged.compiling.cache import ExecutableCache, default_device
+from jaxpaged.compiling.cache import ExecutableCache
 from jaxpaged.compiling.program import Program
 from jaxpaged.compiling.worker import Setup, Worker
 from jaxpaged.startup import StartupTimes
-from pallas_kernels.devices import compute_capability, num_multiprocessors
+from pallas_kernels.devices import compute_capability, default_device, num_multiprocessors
 from pallas_kernels.paged_attention.debug import debug_checks_enabled
 
 logger = logging.getLogger(__name__)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
+from jaxpaged.device_memory import device_memory
 from jaxpaged.models.loading import WeightMap, num_bytes, shape_of
 
 _EMBEDDING_SCALE = 0.02
@@ -30,7 +30,7 @@ def random_params(weights: WeightMap, dtype: jnp.dtype, seed: int = 0) -> dict[s
       ValueError: they take more than the device's free memory; says how much, and makes none.
     """
     needed = num_bytes(weights, dtype)
-    if needed > (free := _free_memory()):
+    if needed > (free := device_memory().free):
         raise ValueError(
             f"the weights take {needed / 2**30:.1f} GiB in {dtype.name}, more than the {free / 2**30:.1f} GiB of "
             "memory that are free; choose a smaller model or dtype"
@@ -45,14 +45,6 @@ def random_params(weights: WeightMap, dtype: jnp.dtype, seed: int = 0) -> dict[s
             scale = shape[0] ** -0.5 if path.endswith("/kernel") else _EMBEDDING_SCALE
             flat[path] = _normal(jax.random.fold_in(key, i), scale, shape=shape, dtype=dtype)
     return {"params": unflatten_dict(flat, sep="/")}
-
-
-def _free_memory() -> int:
-    """Bytes that JAX may still use on the default device; of a device that does not tell, the machine's memory."""
-    stats = jax.devices()[0].memory_stats()
-    if stats is not None:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))  # one executable a shape
